@@ -1,0 +1,72 @@
+"""Where each parameter group lies inside the three messages of a step.
+
+One message carries all groups. Rows belong to owners; within a row the groups follow each other:
+
+    reduce   (W, sum K) value dtype        params   (W, B) uint8, wider dtypes first        mask   (W, B) uint8
+"""
+
+from __future__ import annotations
+
+
+import torch
+from torch import Tensor
+
+from deepspeed_scape.encoding import decode_masks, encode_mask
+from deepspeed_scape.group import ScapeGroup
+
+
+class WireBuffers:
+    """Builds and takes apart the messages of a step; ``dense`` steps carry every element, others K of each partition."""
+
+    def __init__(self, groups: list[ScapeGroup], world_size: int, value_dtype: torch.dtype) -> None:
+        self.groups, self.world_size, self.value_dtype = groups, world_size, value_dtype
+        self.device = groups[0].flat.device
+        # a wider dtype first keeps every group aligned to its own element size
+        self._param_order = sorted(range(len(groups)), key=lambda i: -groups[i].flat.element_size())
+
+    def send_buffer(self, dense: bool) -> tuple[Tensor, list[Tensor]]:
+        """An empty reduce message (W, sum K) and each group's part of it (W, K)."""
+        kept = [group.kept(dense) for group in self.groups]
+        packed = torch.empty(self.world_size, sum(kept), dtype=self.value_dtype, device=self.device)
+        return packed, list(packed.split(kept, dim=1))
+
+    def split_mean(self, mean: Tensor, dense: bool) -> list[Tensor]:
+        """Each group's part (K,) of the reduced row (sum K,)."""
+        return list(mean.split([group.kept(dense) for group in self.groups]))
+
+    def param_buffer(self, dense: bool) -> tuple[Tensor, list[Tensor]]:
+        """An empty row (B,) uint8 of the parameter gather and each group's part of it, (K,) in the model's dtype."""
+        spans, size = self._param_spans(dense)
+        own = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return own, [own[a:b].view(group.flat.dtype) for (a, b), group in zip(spans, self.groups, strict=True)]
+
+    def split_params(self, gathered: Tensor, dense: bool) -> list[Tensor]:
+        """Each group's part (W, K), model dtype, of the gathered rows (W, B) uint8."""
+        spans, _ = self._param_spans(dense)
+        return [gathered[:, a:b].view(group.flat.dtype) for (a, b), group in zip(spans, self.groups, strict=True)]
+
+    def _param_spans(self, dense: bool) -> tuple[list[tuple[int, int]], int]:
+        spans = [(0, 0)] * len(self.groups)
+        end = 0
+        for i in self._param_order:
+            start, end = end, end + self.groups[i].kept(dense) * self.groups[i].flat.element_size()
+            spans[i] = (start, end)
+        widest = self.groups[self._param_order[0]].flat.element_size()
+        return spans, -(-end // widest) * widest  # rows must start aligned too
+
+    def encode_masks(self, index: list[Tensor]) -> Tensor:
+        """(B,) uint8: this owner's masks, (K,) int64 for each group."""
+        own = torch.empty(sum(self._mask_sizes()), dtype=torch.uint8, device=self.device)
+        for group, mask, part in zip(self.groups, index, own.split(self._mask_sizes()), strict=True):
+            encode_mask(mask, group.code, part)
+        return own
+
+    def decode_masks(self, gathered: Tensor) -> list[Tensor]:
+        """Each group's masks of all owners (W, K) int64 from the gathered rows (W, B) uint8."""
+        parts = gathered.split(self._mask_sizes(), dim=1)
+        return [decode_masks(part, group.code) for group, part in zip(self.groups, parts, strict=True)]
+
+    def _mask_sizes(self) -> list[int]:
+        return [group.code.nbytes for group in self.groups]
+
+

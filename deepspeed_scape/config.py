@@ -1,0 +1,129 @@
+"""Every option of SCAPE: type, default, range and meaning.
+
+All of them live in ``optimizer.params`` of the DeepSpeed JSON, since DeepSpeed's own sections reject unknown keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+OPTIMIZER_NAMES = ("SCAPE", "Scape", "scape")  # accepted as "type" in the DeepSpeed JSON
+DENSE_NAMES = ("AdamS", "Adams", "adams")
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ScapeConfigError(ValueError):
+    """A configuration that SCAPE refuses. The message names the key, the value and the remedy."""
+
+    def __init__(self, key: str, value: Any, problem: str, remedy: str) -> None:
+        super().__init__(f"{key} = {value!r}: {problem}. Remedy: {remedy}.")
+        self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
+
+
+class AdamSOptions(BaseModel):
+    """Hyper-parameters of AdamS, per parameter group where the group sets its own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    lr: float = Field(default=1e-3, ge=0, description="learning rate; an AdamS step is ~3x as long as AdamW's at one lr")
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.95),
+        description="decay rates (b1, b2) of first moment and normalizer, each in [0, 1)",
+    )
+    eps: float = Field(default=1e-8, gt=0, description="added to the normalizer; > 0, or an unvisited element is 0/0")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, applied as (1 - lr*wd)")
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _list_to_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each of betas must be in [0, 1)")
+        return value
+
+    @model_validator(mode="after")
+    def _decay_below_one(self) -> AdamSOptions:
+        if self.lr * self.weight_decay >= 1:
+            raise ValueError(f"lr * weight_decay = {self.lr * self.weight_decay:g} must stay below 1")
+        return self
+
+
+class ScapeOptions(AdamSOptions):
+    """Options of SCAPE. ``density = 1 - sparsity`` is the share of the elements that one step synchronises."""
+
+    sparsity: float = Field(default=0.99, ge=0, lt=1, description="share of the elements that a step does not send")
+    warmup_steps: int = Field(default=0, ge=0, description="dense steps before the first sparse one")
+    normalizer: Literal["ema", "adams"] = Field(
+        default="ema", description="'ema': running mean of the squared gradient; 'adams': the paper's AdamS normalizer"
+    )
+    selection: Literal["partition", "block"] = Field(
+        default="partition", description="exact top-K over the ZeRO partition, or top-k within each block"
+    )
+    block_size: int = Field(default=200, ge=2, le=65536, description="elements of a block when selection is 'block'")
+    residual_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the unsent gradients (P,)")
+    value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the reduced values on the wire")
+    overlap_comm: bool = Field(default=True, description="run the mask all-gather under the next forward and backward")
+    check_replicas: int = Field(
+        default=0, ge=0, description="compare all replicas and masters by checksum every N steps; 0 never"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the threshold sample; it changes speed, never the mask")
+
+    @model_validator(mode="after")
+    def _block_holds_the_density(self) -> ScapeOptions:
+        if self.selection == "block" and self.sparsity > 0:
+            wanted = self.density * self.block_size
+            kept = int(wanted + 0.5)
+            if abs(kept - wanted) > 0.05 * wanted:
+                fits = int(1 / self.density + 0.5)
+                raise ValueError(
+                    f"block_size = {self.block_size} keeps {wanted:g} elements a block, which is not a whole number; "
+                    f"with sparsity = {self.sparsity:g} use a multiple of {max(fits, 2)}"
+                )
+        return self
+
+    @property
+    def density(self) -> float:
+        return 1.0 - self.sparsity
+
+    @property
+    def residual_torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.residual_dtype]
+
+    @property
+    def value_torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.value_dtype]
+
+
+SCAPE_ONLY = frozenset(ScapeOptions.model_fields) - frozenset(AdamSOptions.model_fields)
+
+
+def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str = "optimizer.params") -> Any:
+    """Validate ``params`` and return the frozen ``model``.
+
+    Raises:
+        ScapeConfigError: names the first bad key, its value and the remedy.
+    """
+    try:
+        return model(**params)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(model.model_fields)
+            raise ScapeConfigError(
+                f"{where}.{name}", first["input"], "unknown option", f"remove it; known options are {known}"
+            ) from None
+        key, value = (f"{where}.{name}", first["input"]) if name else (where, params)
+        remedy = model.model_fields[name].description if name in model.model_fields else "change one of the two"
+        if value == "auto":
+            remedy = "give a value ('auto' is filled in only by the Hugging Face Trainer)"
+        problem = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise ScapeConfigError(key, value, problem, remedy if value == "auto" or not name else f"{name}: {remedy}") from None

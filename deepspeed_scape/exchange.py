@@ -1,0 +1,127 @@
+"""The collectives of one step, their overlap, and the count of what they carry.
+
+Three data collectives (reduce, parameter gather, mask gather) and one fp64 scalar all-reduce a step, whatever the number
+of parameters and groups. The mask gather has a process group of its own, so that it may be in flight under the next
+forward and backward while user code talks on the other groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """Collectives over the W data-parallel ranks, with a byte counter.
+
+    Args:
+        group: the data-parallel process group.
+        overlap: leave the mask gather in flight until :meth:`wait_mask`; otherwise it ends in
+            :meth:`start_mask_gather`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
+        self.overlap = overlap
+        self.true_reduce_scatter = dist.get_backend(group) != "gloo"  # gloo's is an all-reduce inside: twice the bytes
+        self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
+        self._in_flight: tuple[dist.Work | None, Tensor] | None = None
+
+    def take_sent(self) -> dict[str, int]:
+        """Bytes sent since the last call: {"scalar", "reduce", "params", "mask"}; the counter starts again at 0."""
+        sent = {name: self.sent[name] for name in ("scalar", "reduce", "params", "mask")}
+        self.sent.clear()
+        return sent
+
+    def sum_scalars(self, values: Tensor) -> Tensor:
+        """Sum (n,) fp64 over the ranks; every rank gets the same bits."""
+        if self.world_size > 1:
+            dist.all_reduce(values, group=self.group)
+            self._count("scalar", 2 * values.nbytes / self.world_size)
+        return values
+
+    def reduce_mean(
+        self,
+        packed: Tensor,  # (W, K) value dtype: what this rank sends to each owner
+    ) -> Tensor:  # (K,) fp32: mean over the ranks for this owner
+        """The ONE reduce-scatter. On gloo an all-to-all and a local sum in rank order, which moves the same bytes."""
+        if self.world_size == 1:
+            return packed[0].float()
+        if self.true_reduce_scatter:
+            total = torch.empty_like(packed[0])
+            reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+            reduce_scatter(total, packed.view(-1), group=self.group)
+            mean = total.float().div_(self.world_size)
+        else:
+            received = torch.empty_like(packed)
+            dist.all_to_all_single(received, packed, group=self.group)
+            mean = received.sum(0, dtype=torch.float32).div_(self.world_size)
+        self._count("reduce", packed.nbytes / self.world_size)
+        return mean
+
+    def gather_params(
+        self,
+        own: Tensor,  # (B,) uint8: this owner's new parameters, in the model's dtypes
+    ) -> Tensor:  # (W, B) uint8
+        """All-gather the parameters that have changed."""
+        gathered, _ = self._all_gather(own, "params", self.group, async_op=False)
+        return gathered
+
+    def start_mask_gather(
+        self,
+        own: Tensor,  # (B,) uint8: this owner's encoded masks of every parameter group
+    ) -> None:
+        """Start the all-gather of the next masks on their own process group.
+
+        Raises:
+            RuntimeError: the one before has not been waited for.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("a mask gather is already in flight")
+        gathered, work = self._all_gather(own, "mask", self.mask_group, async_op=self.overlap)
+        self._in_flight = (work, gathered)
+
+    @property
+    def mask_in_flight(self) -> bool:
+        return self._in_flight is not None
+
+    def wait_mask(self) -> Tensor:  # (W, B) uint8
+        """Wait for the gather in flight and return the masks of all owners.
+
+        Raises:
+            RuntimeError: none is in flight.
+        """
+        if self._in_flight is None:
+            raise RuntimeError("no mask gather is in flight")
+        work, gathered = self._in_flight
+        self._in_flight = None
+        if work is not None:
+            work.wait()
+        return gathered
+
+    def _all_gather(
+        self, own: Tensor, purpose: str, group: dist.ProcessGroup, async_op: bool
+    ) -> tuple[Tensor, dist.Work | None]:
+        if self.world_size == 1:
+            return own.unsqueeze(0), None
+        gathered = own.new_empty(self.world_size, own.numel())
+        all_gather = _newest("all_gather_single", "all_gather_into_tensor")
+        work = all_gather(gathered.view(-1), own, group=group, async_op=async_op)
+        self._count(purpose, own.nbytes)
+        return gathered, work
+
+    def _count(self, purpose: str, nbytes_per_peer: float) -> None:
+        self.sent[purpose] += int(nbytes_per_peer * (self.world_size - 1))
+
+
+def _newest(name: str, old_name: str) -> Callable[..., Any]:
+    """A torch collective under its newest name (torch 2.13 renamed two), looked up at the call so that it can be traced."""
+    return getattr(dist, name, None) or getattr(dist, old_name)

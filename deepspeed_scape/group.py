@@ -1,0 +1,127 @@
+"""One parameter group on one rank: who holds which tensor, and what each part of a step does to it.
+
+    every rank   residual (P,)   replica flat (P,)   mask in use (W, K)
+    owner        master, exp_avg, exp_avg_sq (S,) fp32   last (S,) int32
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_scape.adams import Hyper, owner_update
+from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.decay import DecayHistory
+from deepspeed_scape.encoding import choose_code
+from deepspeed_scape.layout import GroupLayout
+from deepspeed_scape.mask import Moments, select
+from deepspeed_scape.residual import accumulate, pack, scatter_params
+
+
+class ScapeGroup:
+    """State and steps of one parameter group.
+
+    Args:
+        layout: sizes and places.
+        options: the run's options.
+        optimizer: holds lr, betas, eps, weight_decay of the group, and the moments "exp_avg" and "exp_avg_sq", (S,) fp32
+            each, as the state of ``master``.
+        number: which of the optimizer's parameter groups this is.
+        flat: (P,) model dtype, this rank's replica.
+        master: (S,) fp32 parameter, this owner's weights.
+        rank: this rank's partition.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: GroupLayout,
+        options: ScapeOptions,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        flat: Tensor,
+        master: Tensor,
+        rank: int,
+    ) -> None:
+        self.layout, self.options, self.rank = layout, options, rank
+        self.optimizer, self.number, self.flat, self.master = optimizer, number, flat, master
+        self.code = choose_code(layout, options)
+        device = flat.device
+        self.residual = torch.zeros(layout.numel, dtype=options.residual_torch_dtype, device=device)
+        self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
+        self.decay = DecayHistory(device)
+        self.position: Tensor | None = None  # (W*K,) int64: the mask as places in the flat buffer, None until made
+
+    @property
+    def hyper_group(self) -> dict[str, Any]:  # looked up each time: loading a checkpoint replaces the dicts
+        return self.optimizer.param_groups[self.number]
+
+    @property
+    def moments(self) -> dict[str, Any]:
+        return self.optimizer.state[self.master]
+
+    def kept(self, dense: bool) -> int:
+        """Elements of a partition that a step sends: K, or S in a dense step."""
+        return self.layout.partition_size if dense else self.layout.kept
+
+    def accumulate(self, grads: list[Tensor | None], scale: float) -> None:
+        """Add this rank's scaled gradients, one per slot of the layout, to the residual."""
+        for slot, grad in zip(self.layout.slots, grads, strict=True):
+            if grad is not None:
+                accumulate(self.residual, grad, slot.start, scale)
+
+    def pack(self, out: Tensor, dense: bool) -> None:
+        """Move the masked entries of the residual into ``out`` (W, K)."""
+        pack(self.residual, None if dense else self._made(), out)
+
+    def update(self, mean: Tensor, step: int, dense: bool) -> Tensor:
+        """Apply the synchronised gradients (K,) fp32 on the owner; return the K new master weights."""
+        self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
+        states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
+        own = None if dense else self.masks()[self.rank]
+        weight, exp_avg, exp_avg_sq = states if own is None else (state[own] for state in states)
+        last = self.last if own is None else self.last[own]
+        updated = owner_update(
+            mean,
+            last.to(torch.float32).neg_().add_(step),
+            weight,
+            exp_avg,
+            exp_avg_sq,
+            last == 0,
+            self.decay.since(last),
+            Hyper.of_group(self.hyper_group, self.options.normalizer),
+        )
+        for state, new in zip(states, updated, strict=True):
+            state.copy_(new) if own is None else state.index_copy_(0, own, new)
+        self.last.fill_(step) if own is None else self.last.index_fill_(0, own, step)
+        self.moments["step"].fill_(step)
+        return updated[0]
+
+    def scatter(self, values: Tensor, dense: bool) -> None:
+        """Write the gathered new parameters (W, K), model dtype, into the replica."""
+        scatter_params(self.flat, None if dense else self._made(), values)
+
+    def select(self, step: int) -> Tensor:
+        """(K,) int64: the elements of this owner's partition that should be sent next."""
+        start = self.rank * self.layout.partition_size
+        own = self.residual[start : start + self.layout.partition_size]
+        moments = Moments(gradient=own, exp_avg=self.moments["exp_avg"], last=self.last)
+        return select(moments, step, self.hyper_group["betas"][0], self.layout.kept, self.options)
+
+    def use_masks(self, index: Tensor | None) -> None:
+        """Put the masks of all owners, (W, K) int64 within each partition, to use from the next pack on."""
+        self.position = None if index is None else (index + self._partition_starts()).view(-1)
+
+    def masks(self) -> Tensor:
+        """(W, K) int64 within each partition: the masks in use."""
+        return self._made().view(self.layout.world_size, self.layout.kept) - self._partition_starts()
+
+    def _partition_starts(self) -> Tensor:  # (W, 1) int64
+        return torch.arange(self.layout.world_size, device=self.flat.device).unsqueeze(1) * self.layout.partition_size
+
+    def _made(self) -> Tensor:
+        if self.position is None:
+            raise RuntimeError("no mask has been made yet")
+        return self.position

@@ -1,0 +1,143 @@
+"""Which K elements of a partition are worth sending next: score and selection.
+
+The score is the pending first moment: what AdamS would still move an element by if its unsent gradients were applied
+now. Selection always returns the same K, sorted, ties broken by the lowest index, so that it is a function of the
+scores alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_scape.adams import log_beta, momentum_sum
+from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.layout import kept_of
+from deepspeed_scape.residual import CHUNK, chunks
+
+SAMPLE = 65536  # elements of the sample that finds the threshold: its rank is then known to ~4% at 1% density
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """What an owner knows of its partition, all of one shape: (S,), or the part that is asked for."""
+
+    gradient: Tensor  # r_own (S,) fp32 or bf16: the owner's own unsent gradients
+    exp_avg: Tensor  # m (S,) fp32
+    last: Tensor  # (S,) int32: the step of the last visit, 0 for none
+
+    def __getitem__(self, index: slice | Tensor) -> Moments:
+        return Moments(gradient=self.gradient[index], exp_avg=self.exp_avg[index], last=self.last[index])
+
+
+def pending_moment(
+    moments: Moments,
+    step: int,  # t: the step whose update has just been applied
+    beta1: float,
+    scratch: Tensor | None = None,  # (2, >= n) fp32, overwritten; the result is a view of its first row
+) -> Tensor:  # same shape, fp32, >= 0
+    """Score |r + (m - r/D') c(D')| with D' = max(1, t - last) and c(D) = b1 (1 - b1^D)/(1 - b1) (DESIGN section 1)."""
+    count = moments.last.numel()
+    if scratch is None:
+        scratch = moments.exp_avg.new_empty(2, count)
+    score, delay = scratch[0, :count], scratch[1, :count]
+    gradient = moments.gradient.float()
+    delay.copy_(moments.last).neg_().add_(step).clamp_(min=1)
+    torch.div(gradient, delay, out=score)
+    torch.sub(moments.exp_avg, score, out=score)
+    delay.mul_(log_beta(beta1)).expm1_()  # -(1 - b1^D')
+    return torch.addcmul(gradient, score, delay, value=-momentum_sum(beta1), out=score).abs_()
+
+
+def select(moments: Moments, step: int, beta1: float, kept: int, options: ScapeOptions) -> Tensor:
+    """Indices of the K elements to synchronise next.
+
+    Returns:
+        (K,) int64, ascending, in [0, S).
+    """
+    if options.selection == "block":
+        return select_block(pending_moment(moments, step, beta1), options.block_size, options.density)
+    size = moments.last.numel()
+    if moments.last.device.type != "cpu" or kept * 4 >= size or size <= SAMPLE:
+        return select_top(pending_moment(moments, step, beta1), kept)
+    return _select_sampled(moments, step, beta1, kept, options.seed)
+
+
+def select_top(score: Tensor, kept: int) -> Tensor:
+    """The K largest of (S,) scores, ties by the lowest index: (K,) int64 ascending. The reference selection."""
+    if kept == 0:
+        return torch.empty(0, dtype=torch.int64, device=score.device)
+    smallest = torch.topk(score, kept, sorted=False).values.min()
+    return _above_and_ties(score, smallest, kept)
+
+
+def _above_and_ties(score: Tensor, smallest: Tensor, kept: int) -> Tensor:
+    """All scores above the K-th largest, then as many equal to it as fit, in index order."""
+    chosen = score > smallest
+    ties = score == smallest
+    room = kept - chosen.sum()
+    chosen |= ties & (ties.cumsum(0) <= room)
+    return chosen.nonzero().squeeze(1)
+
+
+def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
+    """``select_top`` in one pass over S and no buffer of its size: a threshold from a sample leaves few candidates.
+
+    The threshold is set 4 standard deviations low; if there are still fewer than K candidates the pass is repeated
+    with every element, so the result never depends on the sample.
+    """
+    size = moments.last.numel()
+    sample = _sample_positions(size, seed)
+    expected = kept * sample.numel() / size
+    rank = min(sample.numel(), int(expected + 4 * expected**0.5) + 8)
+    threshold = torch.topk(pending_moment(moments[sample], step, beta1), rank, sorted=False).values.min()
+    index, score = _candidates(moments, step, beta1, float(threshold))
+    if index.size < kept:
+        return select_top(pending_moment(moments, step, beta1), kept)
+    smallest = np.partition(score, score.size - kept)[score.size - kept]
+    chosen = score > smallest
+    ties = np.flatnonzero(score == smallest)[: kept - np.count_nonzero(chosen)]
+    chosen[ties] = True
+    return torch.from_numpy(index[chosen])
+
+
+def _sample_positions(size: int, seed: int) -> Tensor:
+    """(SAMPLE,) int64 random places; a stride would fall into step with the rows of a weight matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(size, (SAMPLE,), generator=generator)
+
+
+def _candidates(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Every element with a score >= threshold: its index (int64, ascending) and its score (fp32)."""
+    found, scores = [], []
+    scratch = torch.empty(2, CHUNK)  # an allocation for each piece would cost page faults, not arithmetic
+    for piece in chunks(moments.last.numel(), moments.last.device):
+        score = pending_moment(moments[piece], step, beta1, scratch).numpy()
+        local = np.flatnonzero(score >= threshold)
+        scores.append(score[local])
+        local += piece.start
+        found.append(local)
+    return np.concatenate(found), np.concatenate(scores)
+
+
+def select_block(score: Tensor, block_size: int, density: float) -> Tensor:
+    """The top k of every block of ``block_size`` scores, ties by the lowest index: (K,) int64 ascending.
+
+    The last block may be shorter; it keeps its own share, at least one element.
+    """
+    full = score.numel() // block_size * block_size
+    parts = [_top_of_rows(score[:full].view(-1, block_size), kept_of(block_size, density))]
+    if full < score.numel():
+        tail = score.numel() - full
+        parts.append(_top_of_rows(score[full:].view(1, tail), kept_of(tail, density)) + full)
+    return torch.cat(parts)
+
+
+def _top_of_rows(rows: Tensor, kept: int) -> Tensor:
+    """Flat indices of the top ``kept`` of each row of (N, B), row by row, ascending: (N*kept,) int64."""
+    order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :kept]
+    order = order.sort(dim=1).values
+    return (order + torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]).reshape(-1)

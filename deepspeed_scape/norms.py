@@ -1,0 +1,81 @@
+"""Gradient norms before anything dense exists: the skip verdict, and what clipping takes for the norm.
+
+The norm of the mean gradient is not known on any rank. sqrt(mean_i ||g_i||^2) bounds it from above and is up to sqrt(W)
+too large where noise dominates; the share of the signal in the last synchronised buffer corrects it:
+
+    estimate = rms * sqrt(rho),   rho = ||mean_i x_i||^2 / mean_i ||x_i||^2  in [1/W, 1],   1 before the first step
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_scape.exchange import Exchange
+from deepspeed_scape.residual import sum_squares
+
+
+class GradientNorms:
+    """Norms of the current step, in units of the loss-scaled gradient until divided by the scale.
+
+    Attributes:
+        rms: sqrt(mean over ranks of ||g_i||^2).
+        estimate: the norm that clipping uses and that DeepSpeed reports.
+        coefficient: what the gradients were multiplied with by clipping, in (0, 1].
+        finite: no rank has an inf or nan.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.rms = self.estimate = 0.0
+        self.coefficient = 1.0
+        self.finite = True
+        self.signal_share = 1.0  # rho
+        self._noted: tuple[Tensor, ...] | None = None  # of the step before, this rank's part
+
+    def agree(self, local: list[Tensor], exchange: Exchange, device: torch.device) -> None:
+        """Sum ||g_i||^2 over the ranks, and with it the noise terms of the step before: one all-reduce, one sync."""
+        terms = torch.zeros(3, dtype=torch.float64, device=device)
+        for part in local:
+            terms[0] += part.to(device)
+        if self._noted is not None:
+            terms[1], terms[2] = self._noted
+        total, mean_square, sum_square = exchange.sum_scalars(terms).tolist()
+        self.finite = math.isfinite(total)
+        self.coefficient = 1.0
+        if not self.finite:
+            self.rms = self.estimate = math.inf
+            return
+        if self._noted is not None and sum_square > 0 and math.isfinite(sum_square):
+            share = mean_square / (sum_square / self.world_size)
+            self.signal_share = min(1.0, max(1.0 / self.world_size, share))
+        self.rms = math.sqrt(total / self.world_size)
+        self.estimate = self.rms * math.sqrt(self.signal_share)
+
+    def clip_coefficient(self, clip_grad: float, loss_scale: float) -> float:
+        """min(1, clip / norm), with DeepSpeed's 1e-6 beside the norm; 1 where ``clip_grad`` is 0."""
+        if clip_grad > 0:
+            self.coefficient = min(1.0, clip_grad / (self.estimate / loss_scale + 1e-6))
+        return self.coefficient
+
+    def note_synchronised(
+        self,
+        packed: Tensor,  # (W, K) value dtype: what this rank sent
+        mean: Tensor,  # (K,) fp32: what this owner received
+    ) -> None:
+        """Keep the two sums whose ratio, over all ranks, tells the share of the signal; sent with the next step."""
+        self._noted = (sum_squares([mean]), sum_squares([packed]))
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        noted = None if self._noted is None else [float(part) for part in self._noted]
+        return {"signal_share": self.signal_share, "noted": noted}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Take over what :meth:`state` returned; ``None`` forgets everything."""
+        self.signal_share = 1.0 if state is None else state["signal_share"]
+        noted = None if state is None else state["noted"]
+        self._noted = None if noted is None else tuple(torch.tensor(part, dtype=torch.float64) for part in noted)

@@ -1,0 +1,147 @@
+"""DeepSpeed settings that SCAPE cannot honour: found before training starts, from the configuration alone.
+
+Every rank reads the same configuration, so every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from deepspeed_scape.config import (
+    DENSE_NAMES,
+    OPTIMIZER_NAMES,
+    SCAPE_ONLY,
+    AdamSOptions,
+    ScapeConfigError,
+    ScapeOptions,
+    parse_options,
+)
+from deepspeed_scape.optimizer import Scape
+
+_Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
+
+
+def check_engine(engine: Any) -> None:
+    """Check options and DeepSpeed settings of an engine whose JSON or client optimizer may be ours.
+
+    Raises:
+        ScapeConfigError: names the key, the value and the remedy.
+    """
+    name, params = json_optimizer(engine)
+    client = engine.client_optimizer
+    if name in OPTIMIZER_NAMES:
+        if client is not None:
+            raise ScapeConfigError(
+                "optimizer.type", name, f"the script passes an optimizer of its own ({_name_of(client)})", "remove one"
+            )
+        parse_options(params, ScapeOptions)
+    elif name in DENSE_NAMES and client is None:
+        parse_options(params, AdamSOptions)
+    elif foreign := sorted(SCAPE_ONLY & set(params) - {"seed"}):
+        raise ScapeConfigError(
+            f"optimizer.params.{foreign[0]}",
+            params[foreign[0]],
+            f"an option of SCAPE, but optimizer.type is {name!r}",
+            'set "type": "SCAPE" or remove the option',
+        )
+    if name in OPTIMIZER_NAMES or isinstance(client, Scape):
+        check_settings(engine._config)
+
+
+def json_optimizer(engine: Any) -> tuple[str | None, dict[str, Any]]:
+    """Type and params of the JSON's optimizer section, which a client optimizer hides from DeepSpeed."""
+    config = engine._config
+    return config.optimizer_name, dict(config.optimizer_params or {})
+
+
+def check_settings(config: Any) -> None:
+    """Refuse the first setting of the DeepSpeed configuration that does not go with SCAPE.
+
+    Raises:
+        ScapeConfigError: names the key, the value and the remedy.
+    """
+    _raise_first(_refused_zero(config.zero_config), _refused_precision(config), _refused_features(config))
+
+
+def check_model(engine: Any) -> None:
+    """Refuse a model or a way of distributing it that does not go with SCAPE.
+
+    Raises:
+        ScapeConfigError: names what it is, and the remedy.
+    """
+    _raise_first(_refused_parallelism(engine))
+
+
+def _raise_first(*refusals: Iterator[_Refusal]) -> None:
+    for key, value, problem, remedy in chain(*refusals):
+        raise ScapeConfigError(key, value, problem, remedy)
+
+
+def _name_of(optimizer: Any) -> str:
+    return optimizer.__name__ if hasattr(optimizer, "__name__") else type(optimizer).__name__
+
+
+def _refused_zero(zero: Any) -> Iterator[_Refusal]:
+    key = "zero_optimization"
+    stage = int(zero.stage)
+    if stage not in (1, 2):
+        yield f"{key}.stage", stage, "SCAPE partitions the optimizer, not the parameters", "set it to 1 or 2"
+    for part in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, part, None)
+        device = getattr(offload, "device", None)
+        if getattr(device, "value", device) not in (None, "none"):
+            yield f"{key}.{part}.device", str(getattr(device, "value", device)), "offload is not supported", "remove it"
+    if getattr(zero, "round_robin_gradients", False):
+        problem = "DeepSpeed's own round-robin mapping is wrong at 3 and more ranks"
+        yield f"{key}.round_robin_gradients", True, problem, "set it to false"
+    if getattr(zero, "zenflow", None) is not None:
+        yield f"{key}.zenflow", "set", "ZenFlow replaces the same optimizer steps", "remove it"
+    if getattr(zero, "elastic_checkpoint", False):
+        yield f"{key}.elastic_checkpoint", True, "residuals are not stored elastically", "set it to false"
+
+
+def _refused_precision(config: Any) -> Iterator[_Refusal]:
+    for section, name in (("fp16", "float16_config"), ("bf16", "bfloat16_config")):
+        part = getattr(config, name, None)
+        for option in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if getattr(part, option, False):
+                yield f"{section}.{option}", True, "SCAPE keeps fp32 masters and moments", "set it to false"
+    if getattr(config, "torch_autocast_enabled", False) and config.torch_autocast_dtype == torch.float16:
+        yield "torch_autocast.dtype", "float16", "its gradient scaler steps the optimizer itself", "use bfloat16 or fp16"
+    if getattr(config, "communication_data_type", None) is not None:
+        remedy = "remove it and set optimizer.params.value_dtype"
+        yield "communication_data_type", config.communication_data_type, "SCAPE has its own reduce", remedy
+    if getattr(config, "gradient_allreduce_op", "mean") not in ("mean", "avg", None):
+        yield "gradient_allreduce_op", config.gradient_allreduce_op, "SCAPE averages gradients", "remove it"
+    if getattr(config, "sparse_gradients_enabled", False):
+        yield "sparse_gradients", True, "sparse embedding gradients are not supported", "set it to false"
+    if getattr(config, "load_universal_checkpoint", False):
+        problem = "SCAPE cannot yet take its residuals over to another world size"
+        yield "checkpoint.load_universal", True, problem, "resume on the world size of the checkpoint"
+
+
+def _refused_features(config: Any) -> Iterator[_Refusal]:
+    if getattr(getattr(config, "compile_config", None), "deepcompile", False):
+        yield "compile.deepcompile", True, "DeepCompile reduces gradients inside the graph", "set it to false"
+    tensor_parallel = getattr(getattr(config, "tensor_parallel_config", None), "autotp_size", 0) or 0
+    if tensor_parallel > 1:
+        yield "tensor_parallel.autotp_size", tensor_parallel, "tensor parallelism is not supported", "set it to 0"
+    if getattr(getattr(config, "expert_parallel_config", None), "enabled", False):
+        yield "expert_parallel.enabled", True, "experts are not replicated on all ranks", "set it to false"
+
+
+def _refused_parallelism(engine: Any) -> Iterator[_Refusal]:
+    model = type(engine.module).__name__
+    if engine.has_moe_layers or any(getattr(param, "allreduce", True) is False for param in engine.module.parameters()):
+        yield "model", model, "experts are not replicated on all ranks", "use a dense model"
+    if isinstance(engine.module, PipelineModule):
+        yield "model", model, "pipeline parallelism is not supported", "pass a plain nn.Module"
+    for kind in ("model", "tensor_model", "sequence", "pipe"):
+        size = getattr(engine.mpu, f"get_{kind}_parallel_world_size", None)
+        if size is not None and size() > 1:
+            yield "mpu", f"{kind} parallel size {size()}", "only data parallelism is supported", "use size 1"

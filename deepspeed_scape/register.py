@@ -1,0 +1,144 @@
+"""The JSON switch: how DeepSpeed comes to know, check and build our optimizers.
+
+- ``getattr(torch.optim, type)`` is where DeepSpeed looks up a type that it does not know, so the classes go there.
+- ``DeepSpeedEngine._configure_zero_optimizer`` reads the module global ``DeepSpeedZeroOptimizer`` when it is called, so
+  our subclass stands there for the time of that call, when the optimizer is ours.
+- ``_do_optimizer_sanity_check`` would send stage 1 + bf16 + fp32 accumulation to ``BF16_Optimizer``.
+- ``_do_sanity_check`` is the first place where the engine knows its configuration: bad options stop there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import engine as engine_module
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from deepspeed.utils import logger
+
+from deepspeed_scape.adams import AdamS
+from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
+from deepspeed_scape.monitor import StepMonitor
+from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.refuse import check_engine, check_model, check_settings
+from deepspeed_scape.zero import ScapeZeroOptimizer
+
+SUPPORTED = ">=0.16.9,<0.20"
+
+# every DeepSpeed name that we override, wrap or rely on
+_NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "DeepSpeedEngine": (
+        engine_module.DeepSpeedEngine,
+        ("_do_sanity_check", "_do_optimizer_sanity_check", "_configure_zero_optimizer"),
+    ),
+    "deepspeed.runtime.engine": (engine_module, ("DeepSpeedZeroOptimizer",)),
+    "DeepSpeedZeroOptimizer": (
+        DeepSpeedZeroOptimizer,
+        (
+            "initialize_optimizer_states",
+            "setup_buckets",
+            "process_gradients",
+            "reduce_ready_partitions_and_remove_grads",
+            "reduce_gradients",
+            "overlapping_partition_gradients_reduce_epilogue",
+            "backward_epilogue",
+            "step",
+            "zero_grad",
+            "state_dict",
+            "_load_legacy_checkpoint",
+            "_load_universal_checkpoint",
+            "_link_all_hp_params",
+            "_lazy_init_hp_params_optimizer_state",
+            "_update_scale",
+        ),
+    ),
+}
+
+
+def register() -> None:
+    """Make the JSON types known and wrap the engine; does nothing the second time.
+
+    Raises:
+        ImportError: this DeepSpeed lacks a name that we override.
+    """
+    check_internals()
+    for name in OPTIMIZER_NAMES:
+        setattr(torch.optim, name, Scape)
+    for name in DENSE_NAMES:
+        setattr(torch.optim, name, AdamS)
+    for kind in (Scape, AdamS):
+        if kind not in ZERO_SUPPORTED_OPTIMIZERS:
+            ZERO_SUPPORTED_OPTIMIZERS.append(kind)
+    _wrap("_do_sanity_check", _sanity_check)
+    _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
+    _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
+
+
+def check_internals() -> None:
+    """Find out at import, not in the middle of a run, that DeepSpeed has changed under us.
+
+    Raises:
+        ImportError: names what is missing and the versions that work.
+    """
+    missing = [f"{where}.{name}" for where, (owner, names) in _NEEDED.items() for name in names if not hasattr(owner, name)]
+    if missing:
+        raise ImportError(
+            f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}, which deepspeed_scape overrides. "
+            f"Remedy: pip install 'deepspeed{SUPPORTED}'"
+        )
+
+
+def _wrap(name: str, around: Callable[..., Any]) -> None:
+    """Put ``around(stock, engine, ...)`` in the place of an engine method, once."""
+    engine = engine_module.DeepSpeedEngine
+    stock = getattr(engine, name)
+    if getattr(stock, "wrapped_by_scape", False):
+        return
+
+    @functools.wraps(stock)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(stock, self, *args, **kwargs)
+
+    method.wrapped_by_scape = True  # type: ignore[attr-defined]
+    setattr(engine, name, method)
+
+
+def _sanity_check(stock: Callable[..., Any], engine: Any) -> None:
+    check_engine(engine)
+    stock(engine)
+
+
+def _optimizer_sanity_check(stock: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:
+    if isinstance(basic_optimizer, Scape):
+        check_settings(engine._config)  # a client callable has built its optimizer only now
+        check_model(engine)
+        return engine_module.ZERO_OPTIMIZATION
+    return stock(engine, basic_optimizer)
+
+
+def _configure_zero_optimizer(stock: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+    if not isinstance(optimizer, Scape):
+        return stock(engine, optimizer)
+    _drop_frozen_groups(optimizer)
+    dense = engine_module.DeepSpeedZeroOptimizer
+    engine_module.DeepSpeedZeroOptimizer = ScapeZeroOptimizer
+    try:
+        zero_optimizer = stock(engine, optimizer)
+    finally:
+        engine_module.DeepSpeedZeroOptimizer = dense
+    zero_optimizer.monitor = StepMonitor(engine)
+    return zero_optimizer
+
+
+def _drop_frozen_groups(optimizer: Scape) -> None:
+    """DeepSpeed drops groups without parameters, but trips over groups in which nothing can be trained."""
+    trainable = [g for g in optimizer.param_groups if any(p.requires_grad and p.numel() for p in g["params"])]
+    if not trainable:
+        raise ScapeConfigError("model_parameters", "all frozen", "there is nothing to train", "unfreeze a parameter")
+    if len(trainable) < len(optimizer.param_groups):
+        logger.warning(f"SCAPE: {len(optimizer.param_groups) - len(trainable)} frozen parameter groups are left out")
+        optimizer.param_groups[:] = trainable

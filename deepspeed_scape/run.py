@@ -1,0 +1,44 @@
+"""Run a training script with SCAPE registered, without touching the script.
+
+    deepspeed --module deepspeed_scape.run train.py --deepspeed_config ds.json
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+import deepspeed_scape
+
+USAGE = "usage: deepspeed [launcher options] --module deepspeed_scape.run SCRIPT [script options]"
+
+
+def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
+    """The script and what it gets. The launcher puts ``--local_rank=N`` first; the script gets it behind its name.
+
+    Raises:
+        SystemExit: there is no script.
+    """
+    script = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
+    if script is None:
+        raise SystemExit(f"deepspeed_scape.run: no script given\n{USAGE}")
+    return arguments[script], arguments[:script] + arguments[script + 1 :]
+
+
+def main() -> None:
+    """Run the script as ``__main__``, with its own folder first on the path, as python itself would."""
+    deepspeed_scape.register()
+    script, arguments = split_arguments(sys.argv[1:])
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(_folder(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _folder(script: str) -> str:
+    import os
+
+    return os.path.dirname(os.path.abspath(script))
+
+
+if __name__ == "__main__":
+    main()

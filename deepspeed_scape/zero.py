@@ -1,0 +1,302 @@
+"""The ZeRO stage-1/2 subclass: DeepSpeed's hooks, and the order of one step.
+
+    gradient -> residual -> pack -> reduce -> update -> gather -> replica;  score -> mask -> next step
+
+DeepSpeed's own dense reduction is cut off: gradients stay on their rank until the boundary step, so accumulation steps
+send nothing, and every dense method raises.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from deepspeed_scape import checkpoint
+from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.exchange import Exchange
+from deepspeed_scape.group import ScapeGroup
+from deepspeed_scape.layout import group_layout, locate
+from deepspeed_scape.monitor import StepMonitor
+from deepspeed_scape.norms import GradientNorms
+from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.replicas import check_replicas
+from deepspeed_scape.residual import sum_squares
+from deepspeed_scape.stopwatch import Stopwatch
+
+
+class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
+    """ZeRO stage 1/2 whose gradient reduction and parameter gather carry ``density`` of the elements.
+
+    Built by DeepSpeed itself when the optimizer is :class:`deepspeed_scape.Scape`.
+
+    Attributes:
+        step_stats: after every step, bytes sent by purpose, norms, milliseconds and sparsity (see ``monitor.py``).
+        applied_steps: t, the steps that were not skipped.
+    """
+
+    def __init__(self, init_optimizer: Scape, *args: Any, **kwargs: Any) -> None:
+        self.options = init_optimizer.options
+        # contiguous_gradients makes DeepSpeed register its gradient hooks at stage 1 too; its buckets are never filled
+        kwargs.update(contiguous_gradients=True, overlap_comm=False, reduce_bucket_size=2)
+        super().__init__(init_optimizer, *args, **kwargs)
+        self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
+        self.exchange = Exchange(self.dp_process_group, self.options.overlap_comm)
+        self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
+        self.wire = WireBuffers(self.scape_groups, self.exchange.world_size, self.options.value_torch_dtype)
+        self.norms = GradientNorms(self.exchange.world_size)
+        self.applied_steps = 0
+        self.step_stats: dict[str, float] = {}
+        self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
+        self.monitor: StepMonitor | None = None  # set by the engine that builds us
+        self._link_optimizer_states()
+
+    def _build_group(self, i: int) -> ScapeGroup:
+        flat, params = self.bit16_groups_flat[i], self.bit16_groups[i]
+        names = [self.param_names.get(param, f"group{i}[{n}]") for n, param in enumerate(params)]
+        layout = group_layout(locate(params, names, flat), flat.numel(), self.exchange.world_size, self.options)
+        return ScapeGroup(
+            layout=layout,
+            options=self.options,
+            optimizer=self.optimizer,
+            number=i,
+            flat=flat,
+            master=self.single_partition_of_fp32_groups[i],
+            rank=self.exchange.rank,
+        )
+
+    # ---- DeepSpeed's hooks -------------------------------------------------------------------------------------------
+
+    def initialize_optimizer_states(self) -> None:
+        """Moments from the start, so that tools which look for them find them before the first step."""
+        for master in self.single_partition_of_fp32_groups:
+            self.optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(master.data),
+                "exp_avg_sq": torch.zeros_like(master.data),
+            }
+
+    def setup_buckets(self) -> None:
+        """No buckets: nothing is reduced during backward."""
+
+    def process_gradients(self, param: Tensor, i: int) -> None:
+        """Gradient hook: keep this rank's gradient, in the accumulation dtype, until the boundary step."""
+        grad = param.grad
+        if grad is None:
+            return
+        if grad.is_sparse:
+            raise RuntimeError(f"{self.param_names.get(param)} has a sparse gradient; build it with sparse=False")
+        kept = getattr(param, "grad_accum", None)
+        if kept is None:
+            param.grad_accum = grad.to(self.gradient_accumulation_dtype)
+        else:
+            kept.add_(grad)
+        param.grad = None
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        """Take in what reached ``param.grad`` without passing a hook."""
+        for i, group in enumerate(self.bit16_groups):
+            for param in group:
+                self.process_gradients(param, i)
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Tensor, i: int) -> None:
+        """Nothing to reduce before the step."""
+
+    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
+        """Nothing to reduce before the step."""
+
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
+        """Nothing to reduce before the step."""
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The caller owns the boundary: what has accumulated is what the step takes."""
+        self.set_gradient_accumulation_boundary(True)
+
+    def _link_all_hp_params(self) -> None:
+        """DeepSpeed's debugging views of masters and moments, and a gradient view that all ranks may ask for."""
+        super()._link_all_hp_params()
+        for group in self.bit16_groups:
+            for param in group:
+                param.get_full_hp_grad = types.MethodType(_dense_average_gradient, param)
+        if hasattr(self, "scape_groups"):
+            self._link_optimizer_states()
+
+    def _link_optimizer_states(self) -> None:
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One optimizer step. A step with an inf or nan gradient on any rank is skipped and changes nothing."""
+        self.stopwatch.restart()
+        self._measure_gradients()
+        scale = self.loss_scale
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm = math.inf
+        else:
+            self._global_grad_norm = self.norms.estimate / scale
+            coefficient = self.norms.clip_coefficient(self.clip_grad, scale)
+            self._apply_step(coefficient / scale)
+        self.zero_grad()
+        self._collect_stats(scale)
+
+    def _apply_step(self, gradient_scale: float) -> None:
+        step = self.applied_steps + 1
+        dense = self._is_dense(step)
+        for group, grads in zip(self.scape_groups, self._local_gradients(), strict=True):
+            group.accumulate(grads, gradient_scale)
+        self.zero_grad()
+        self.stopwatch.lap("accumulate")
+        if not dense:
+            self._take_mask(step)
+        mean = self._pack_and_reduce(dense)
+        self._update_and_gather(mean, step, dense)
+        self.applied_steps = step
+        if not self._is_dense(step + 1):
+            self._start_mask(step)
+        every = self.options.check_replicas
+        if every and step % every == 0:
+            check_replicas(self.scape_groups, self.exchange)
+            self.stopwatch.lap("check")
+
+    def _is_dense(self, step: int) -> bool:
+        return self.options.sparsity == 0 or step <= self.options.warmup_steps
+
+    def _measure_gradients(self) -> None:
+        """The one scalar all-reduce: the inf/nan verdict, the RMS norm, and the noise terms of the step before."""
+        local = [sum_squares(grad for grad in grads if grad is not None) for grads in self._local_gradients()]
+        self.norms.agree(local, self.exchange, self.scape_groups[0].flat.device)
+        self.overflow = not self.norms.finite
+        self.stopwatch.lap("norm")
+
+    def _pack_and_reduce(self, dense: bool) -> list[Tensor]:
+        packed, parts = self.wire.send_buffer(dense)
+        for group, part in zip(self.scape_groups, parts, strict=True):
+            group.pack(part, dense)
+        self.stopwatch.lap("pack")
+        mean = self.exchange.reduce_mean(packed)
+        self.norms.note_synchronised(packed, mean)
+        self.stopwatch.lap("reduce")
+        return self.wire.split_mean(mean, dense)
+
+    def _update_and_gather(self, means: list[Tensor], step: int, dense: bool) -> None:
+        own, parts = self.wire.param_buffer(dense)
+        for group, mean, part in zip(self.scape_groups, means, parts, strict=True):
+            part.copy_(group.update(mean, step, dense))
+        self.stopwatch.lap("update")
+        gathered = self.exchange.gather_params(own)
+        self.stopwatch.lap("gather")
+        for group, values in zip(self.scape_groups, self.wire.split_params(gathered, dense), strict=True):
+            group.scatter(values, dense)
+        self.stopwatch.lap("scatter")
+
+    def _start_mask(self, step: int) -> None:
+        """Score and select on the owner, and start the gather that the next step waits for."""
+        own = self.wire.encode_masks([group.select(step) for group in self.scape_groups])
+        self.stopwatch.lap("select")
+        self.exchange.start_mask_gather(own)
+        if not self.exchange.overlap:
+            self.finish_mask()
+
+    def finish_mask(self) -> None:
+        """Wait for the mask gather in flight, if any, and put the masks to use."""
+        if self.exchange.mask_in_flight:
+            masks = self.wire.decode_masks(self.exchange.wait_mask())
+            for group, index in zip(self.scape_groups, masks, strict=True):
+                group.use_masks(index)
+
+    def _take_mask(self, step: int) -> None:
+        """The mask made one step ago; the first sparse step of a run without warm-up makes its own."""
+        if not self.exchange.mask_in_flight and any(group.position is None for group in self.scape_groups):
+            self._start_mask(step)
+        self.finish_mask()
+        self.stopwatch.lap("mask_wait")
+
+    def _local_gradients(self) -> list[list[Tensor | None]]:
+        return [[getattr(param, "grad_accum", None) for param in group] for group in self.bit16_groups]
+
+    def _collect_stats(self, loss_scale: float) -> None:
+        sent = self.exchange.take_sent()
+        self.step_stats = {f"bytes_{purpose}": float(count) for purpose, count in sent.items()}
+        self.step_stats["bytes_total"] = float(sum(sent.values()))
+        self.step_stats["grad_norm"] = float(self._global_grad_norm)
+        self.step_stats["grad_norm_rms"] = self.norms.rms / loss_scale
+        self.step_stats["clip_coefficient"] = self.norms.coefficient
+        self.step_stats["skipped"] = float(self.overflow)
+        self.step_stats.update({f"ms_{lap}": ms for lap, ms in self.stopwatch.laps.items()})
+        if self.monitor is not None:
+            self.monitor.write(self.step_stats)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's ZeRO state with one extra key (see ``checkpoint.py``)."""
+        checkpoint.refuse_mid_accumulation(self._local_gradients())
+        self.finish_mask()
+        return {**super().state_dict(), checkpoint.KEY: checkpoint.save(self)}
+
+    def _load_legacy_checkpoint(
+        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
+    ) -> None:
+        self.finish_mask()
+        own = state_dict_list[dist.get_rank(self.dp_process_group)]
+        if load_optimizer_states:
+            checkpoint.check(own, self)  # refuse before anything has changed
+        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        checkpoint.restore(own if load_optimizer_states else {}, self)
+
+    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "checkpoint.load_universal = true: SCAPE cannot yet take its residuals over to another world size. "
+            "Remedy: resume on the world size of the checkpoint"
+        )
+
+
+def _dense_average_gradient(param: Any) -> Tensor:
+    """Mean over the ranks of the gradient that waits for the step, still times the loss scale; all ranks must call it.
+
+    DeepSpeed's own version raises on the owner alone, which leaves the other ranks waiting.
+    """
+    waiting = getattr(param, "grad_accum", None)
+    average = torch.zeros_like(param, dtype=torch.float32)
+    if waiting is not None:
+        average.copy_(waiting)
+    dist.all_reduce(average, group=param._dp_group)
+    return average.div_(dist.get_world_size(param._dp_group))
+
+
+_DENSE_METHODS = (
+    "allreduce_and_copy",
+    "allreduce_and_copy_with_multiple_ranks",
+    "allreduce_and_scatter",
+    "allreduce_bucket",
+    "allreduce_no_retain",
+    "average_tensor",
+    "buffered_reduce_fallback",
+    "get_flat_partition",
+    "gradient_reduction_w_predivide",
+    "independent_gradient_partition_epilogue",
+    "reduce_independent_p_g_buckets_and_remove_grads",
+    "reduce_ipg_grads",
+    "scaled_global_norm",
+    "unscale_and_clip_grads",
+)
+
+
+def _refuse_dense(name: str) -> Any:
+    def refuse(self: ScapeZeroOptimizer, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"dense path reached: {name}() reduces whole gradients, which SCAPE never does")
+
+    return refuse
+
+
+for _name in _DENSE_METHODS:
+    setattr(ScapeZeroOptimizer, _name, _refuse_dense(_name))
