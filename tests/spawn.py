@@ -12,6 +12,7 @@ difference.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -93,7 +94,7 @@ def import_early() -> None:
     import importlib
 
     import deepspeed
-    import torch._dynamo  # (by any optimizer's constructor, 2 s)
+    import torch._dynamo  # by any optimizer's constructor, 2 s
     import torch._inductor.compile_fx  # noqa: F401 (by DeepSpeed's Muon, 2 s, whatever the optimizer)
 
     with contextlib.suppress(ImportError):  # not in every supported DeepSpeed
@@ -105,6 +106,7 @@ def import_early() -> None:
 
 
 def fork_ranks(world_size: int, script: str, module: bool, args: list[str]) -> int:
+    gc.freeze()  # else each rank's collector visits all that was imported, copying its pages: 2 s at exit alone
     pids = set()
     for rank in range(world_size):
         pid = os.fork()
