@@ -120,6 +120,7 @@ def test_records_of_logged_steps() -> None:
     assert last["step_ms"] > 0
     summary = trainer.summary(parameters=5)
     assert summary["bytes_per_step"] == 100
+    assert 0 < summary["cpu_ms"] < 1000
     assert summary["final_val_loss"] == last["val_loss"]
     assert summary["best_val_loss"] == min(r["val_loss"] for r in records if "val_loss" in r)
 

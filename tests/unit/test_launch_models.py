@@ -8,7 +8,7 @@ from launch.models import PRESETS, build_model, count_parameters, next_token_los
 NAMED_SIZES = {"gpt-10m": 10e6, "gpt-345m": 345e6, "llama-500m": 500e6, "llama-1.8b": 1.8e9}
 EXACT = {
     "tiny": 136_960,
-    "small": 478_720,
+    "small": 470_528,
     "gpt-10m": 10_024_000,
     "gpt-345m": 354_823_168,
     "llama-500m": 498_292_480,
