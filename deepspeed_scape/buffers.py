@@ -7,7 +7,6 @@ One message carries all groups. Rows belong to owners; within a row the groups f
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -68,5 +67,3 @@ class WireBuffers:
 
     def _mask_sizes(self) -> list[int]:
         return [group.code.nbytes for group in self.groups]
-
-

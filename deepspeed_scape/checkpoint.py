@@ -76,7 +76,9 @@ def check(zero_state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
         )
     state = zero_state[KEY]
     if state["version"] > VERSION:
-        raise ScapeCheckpointError(f"checkpoint format {state['version']} is newer than {VERSION}: update deepspeed_scape")
+        raise ScapeCheckpointError(
+            f"checkpoint format {state['version']} is newer than {VERSION}: update deepspeed_scape"
+        )
     here = {"world_size": optimizer.exchange.world_size, "rank": optimizer.exchange.rank}
     for name, value in here.items():
         if state[name] != value:

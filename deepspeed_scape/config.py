@@ -29,7 +29,9 @@ class AdamSOptions(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    lr: float = Field(default=1e-3, ge=0, description="learning rate; an AdamS step is ~3x as long as AdamW's at one lr")
+    lr: float = Field(
+        default=1e-3, ge=0, description="learning rate; an AdamS step is ~3x as long as AdamW's at one lr"
+    )
     betas: tuple[float, float] = Field(
         default=(0.9, 0.95),
         description="decay rates (b1, b2) of first moment and normalizer, each in [0, 1)",
@@ -126,4 +128,6 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
         if value == "auto":
             remedy = "give a value ('auto' is filled in only by the Hugging Face Trainer)"
         problem = first["msg"].removeprefix("Value error, ").rstrip(".")
-        raise ScapeConfigError(key, value, problem, remedy if value == "auto" or not name else f"{name}: {remedy}") from None
+        raise ScapeConfigError(
+            key, value, problem, remedy if value == "auto" or not name else f"{name}: {remedy}"
+        ) from None

@@ -99,7 +99,9 @@ def decode_masks(
     else:
         index = _decode_offset(encoded, code)
     if index.numel() != encoded.shape[0] * code.kept:
-        raise RuntimeError(f"a gathered mask holds {index.numel()} elements in all, not {encoded.shape[0]} x {code.kept}")
+        raise RuntimeError(
+            f"a gathered mask holds {index.numel()} elements in all, not {encoded.shape[0]} x {code.kept}"
+        )
     return index.view(encoded.shape[0], code.kept)
 
 

@@ -1,7 +1,7 @@
 """One parameter group on one rank: who holds which tensor, and what each part of a step does to it.
 
-    every rank   residual (P,)   replica flat (P,)   mask in use (W, K)
-    owner        master, exp_avg, exp_avg_sq (S,) fp32   last (S,) int32
+every rank   residual (P,)   replica flat (P,)   mask in use (W, K)
+owner        master, exp_avg, exp_avg_sq (S,) fp32   last (S,) int32
 """
 
 from __future__ import annotations

@@ -25,4 +25,6 @@ class StepMonitor:
         """Write ``stats``; nothing happens when no monitor is enabled."""
         engine = self._engine
         if engine.monitor.enabled and engine.global_rank == 0:
-            engine.monitor.write_events([(f"Train/Scape/{key}", value, engine.global_samples) for key, value in stats.items()])
+            engine.monitor.write_events(
+                [(f"Train/Scape/{key}", value, engine.global_samples) for key, value in stats.items()]
+            )

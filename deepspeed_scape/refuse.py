@@ -112,7 +112,12 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
             if getattr(part, option, False):
                 yield f"{section}.{option}", True, "SCAPE keeps fp32 masters and moments", "set it to false"
     if getattr(config, "torch_autocast_enabled", False) and config.torch_autocast_dtype == torch.float16:
-        yield "torch_autocast.dtype", "float16", "its gradient scaler steps the optimizer itself", "use bfloat16 or fp16"
+        yield (
+            "torch_autocast.dtype",
+            "float16",
+            "its gradient scaler steps the optimizer itself",
+            "use bfloat16 or fp16",
+        )
     if getattr(config, "communication_data_type", None) is not None:
         remedy = "remove it and set optimizer.params.value_dtype"
         yield "communication_data_type", config.communication_data_type, "SCAPE has its own reduce", remedy

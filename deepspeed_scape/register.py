@@ -84,7 +84,9 @@ def check_internals() -> None:
     Raises:
         ImportError: names what is missing and the versions that work.
     """
-    missing = [f"{where}.{name}" for where, (owner, names) in _NEEDED.items() for name in names if not hasattr(owner, name)]
+    missing = [
+        f"{where}.{name}" for where, (owner, names) in _NEEDED.items() for name in names if not hasattr(owner, name)
+    ]
     if missing:
         raise ImportError(
             f"deepspeed {deepspeed.__version__} lacks {', '.join(missing)}, which deepspeed_scape overrides. "

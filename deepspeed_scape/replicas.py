@@ -74,7 +74,9 @@ def _find_problems(everyone: Tensor, names: list[str]) -> list[str]:
     for i, name in enumerate(names):
         sums = [tuple(row) for row in everyone[:, i, :2].tolist()]
         majority = max(sums, key=sums.count)
-        problems += [f"rank {rank} holds another {name} than the others" for rank, s in enumerate(sums) if s != majority]
+        problems += [
+            f"rank {rank} holds another {name} than the others" for rank, s in enumerate(sums) if s != majority
+        ]
         for rank, count in enumerate(everyone[:, i, 2].tolist()):
             if count:
                 problems.append(f"rank {rank}: {count} elements of {name} differ between master and replica")

@@ -1,6 +1,6 @@
 """Run a training script with SCAPE registered, without touching the script.
 
-    deepspeed --module deepspeed_scape.run train.py --deepspeed_config ds.json
+deepspeed --module deepspeed_scape.run train.py --deepspeed_config ds.json
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ No DeepSpeed import happens before `init`.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import faulthandler
 import json
@@ -45,7 +46,17 @@ def init(timeout: float = COLLECTIVE_TIMEOUT) -> tuple[int, int]:
     # CPUs do compute in fp16; DeepSpeed declines since it is slow there
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed("gloo", timeout=datetime.timedelta(seconds=timeout), verbose=False)
+    atexit.register(leave)
     return dist.get_rank(), dist.get_world_size()
+
+
+def leave() -> None:
+    """Close the process groups before the interpreter goes: gloo's threads else abort it now and then (status -6)."""
+    import torch.distributed as dist
+
+    # after an error the other ranks may wait in a collective, and so would we
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
 
 
 def args() -> list[str]:

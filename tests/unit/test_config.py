@@ -1,0 +1,75 @@
+"""Options: defaults, ranges, and messages that name key, value and remedy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_scape.config import AdamSOptions, ScapeConfigError, ScapeOptions, parse_options
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    options = parse_options({}, ScapeOptions)
+    assert options.sparsity == 0.99 and options.normalizer == "ema" and options.warmup_steps == 0
+    with pytest.raises(ValueError):
+        options.sparsity = 0.5
+
+
+def test_every_option_tells_its_meaning() -> None:
+    assert all(field.description for field in ScapeOptions.model_fields.values())
+
+
+BAD = {
+    "unknown": ({"sparsty": 0.9}, "optimizer.params.sparsty = 0.9"),
+    "high": ({"sparsity": 1.0}, "optimizer.params.sparsity = 1.0"),
+    "negative": ({"sparsity": -0.1}, "optimizer.params.sparsity = -0.1"),
+    "bool": ({"sparsity": True}, "optimizer.params.sparsity = True"),
+    "text": ({"lr": "1e-3"}, "optimizer.params.lr = '1e-3'"),
+    "nan": ({"eps": float("nan")}, "optimizer.params.eps = nan"),
+    "inf": ({"lr": float("inf")}, "optimizer.params.lr = inf"),
+    "fraction": ({"warmup_steps": 1.5}, "optimizer.params.warmup_steps = 1.5"),
+    "choice": ({"normalizer": "rms"}, "optimizer.params.normalizer = 'rms'"),
+    "short": ({"betas": [0.9]}, "optimizer.params.betas"),
+    "block": ({"selection": "block", "block_size": 250}, "use a multiple of 100"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_option_names_key_value_and_remedy(name: str) -> None:
+    params, expected = BAD[name]
+    with pytest.raises(ScapeConfigError) as error:
+        parse_options(params, ScapeOptions)
+    assert expected in str(error.value) and "Remedy: " in str(error.value)
+
+
+def test_unfilled_auto_is_explained() -> None:
+    with pytest.raises(ScapeConfigError, match="Hugging Face"):
+        parse_options({"lr": "auto"}, ScapeOptions)
+
+
+def test_group_errors_name_the_group() -> None:
+    import torch
+
+    from deepspeed_scape import Scape
+
+    groups = [{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)], "lr": -1.0}]
+    with pytest.raises(ScapeConfigError, match=r"param_groups\[1\]\.lr = -1\.0"):
+        Scape(groups)
+
+
+def test_scape_alone_says_what_it_needs() -> None:
+    import torch
+
+    from deepspeed_scape import Scape
+
+    with pytest.raises(RuntimeError, match="deepspeed.initialize"):
+        Scape([torch.zeros(1)]).step()
+
+
+@given(st.dictionaries(st.sampled_from(list(ScapeOptions.model_fields) + ["junk"]), st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 5), st.floats(), st.text(max_size=3), st.lists(st.floats(), max_size=3))))  # fmt: skip
+def test_any_params_are_parsed_or_refused_by_our_error(params: dict) -> None:
+    for model in (ScapeOptions, AdamSOptions):
+        try:
+            parse_options(params, model)
+        except ScapeConfigError as error:
+            assert "Remedy: " in str(error)

@@ -1,0 +1,153 @@
+"""Messages of a step, norms, checksums, and the arguments of ``deepspeed_scape.run``, each without a launch."""
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_scape import register
+from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.group import ScapeGroup
+from deepspeed_scape.layout import ParamSlot, group_layout
+from deepspeed_scape.norms import GradientNorms
+from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.replicas import _find_problems, checksum
+from deepspeed_scape.run import split_arguments
+
+
+def group(numel: int, dtype: torch.dtype, world: int = 2, rank: int = 0, **options: Any) -> ScapeGroup:
+    """A group of one parameter, outside any engine."""
+    chosen = ScapeOptions(**{"sparsity": 0.5, **options})
+    flat = torch.arange(numel, dtype=torch.float32).to(dtype)
+    layout = group_layout((ParamSlot(name="p", start=0, numel=numel),), numel, world, chosen)
+    size = layout.partition_size
+    master = flat[rank * size : (rank + 1) * size].float().clone()
+    optimizer = Scape([master], **chosen.model_dump())
+    state = {"step": torch.zeros(()), "exp_avg": torch.zeros(size), "exp_avg_sq": torch.zeros(size)}
+    optimizer.state[master] = state
+    return ScapeGroup(layout=layout, options=chosen, optimizer=optimizer, number=0, flat=flat, master=master, rank=rank)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_messages_keep_groups_of_different_dtypes_apart(dense: bool) -> None:
+    groups = [group(6, torch.bfloat16), group(4, torch.float32), group(2, torch.float16)]
+    wire = WireBuffers(groups, 2, torch.float32)
+    packed, parts = wire.send_buffer(dense)
+    assert [tuple(part.shape) for part in parts] == [(2, g.kept(dense)) for g in groups]
+    own, rows = wire.param_buffer(dense)
+    assert own.numel() % 4 == 0
+    for row, value in zip(rows, (1.5, 2.5, 3.5), strict=True):
+        row.fill_(value)
+    got = wire.split_params(torch.stack([own, own]), dense)
+    for values, g, value in zip(got, groups, (1.5, 2.5, 3.5), strict=True):
+        assert values.dtype == g.flat.dtype and values.shape == (2, g.kept(dense)) and (values == value).all()
+    assert sum(part.numel() for part in wire.split_mean(packed[0], dense)) == packed.shape[1]
+
+
+def test_masks_of_all_groups_share_one_message() -> None:
+    groups = [group(12, torch.float32), group(8, torch.float32)]
+    wire = WireBuffers(groups, 2, torch.float32)
+    chosen = [torch.tensor([0, 2, 5]), torch.tensor([1, 3])]
+    own = wire.encode_masks(chosen)
+    masks = wire.decode_masks(torch.stack([own, own]))
+    assert [m.tolist() for m in masks] == [[[0, 2, 5]] * 2, [[1, 3]] * 2]
+
+
+def test_a_group_before_its_first_mask_says_so() -> None:
+    with pytest.raises(RuntimeError, match="no mask has been made"):
+        group(4, torch.float32).pack(torch.empty(2, 1), dense=False)
+
+
+class OneRank:
+    """Stands for an exchange in which every rank has what this one has."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def sum_scalars(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.world
+
+
+def test_norm_estimate_is_exact_for_equal_gradients_and_corrects_for_noise() -> None:
+    norms = GradientNorms(4)
+    norms.agree([torch.tensor(9.0, dtype=torch.float64)], OneRank(4), torch.device("cpu"))
+    assert norms.rms == 3.0 and norms.estimate == 3.0
+    assert norms.clip_coefficient(1.5, 1.0) == pytest.approx(0.5)
+    packed = torch.full((4, 2), 1.0)  # this rank sent 8 ones; the mean it received is a quarter of that: pure noise
+    norms.note_synchronised(packed, torch.full((2,), 0.5))
+    norms.agree([torch.tensor(9.0, dtype=torch.float64)], OneRank(4), torch.device("cpu"))
+    assert norms.signal_share == pytest.approx(0.25)
+    assert norms.estimate == pytest.approx(1.5)
+
+
+def test_norms_refuse_a_nan_and_forget_it() -> None:
+    norms = GradientNorms(2)
+    norms.agree([torch.tensor(math.nan, dtype=torch.float64)], OneRank(2), torch.device("cpu"))
+    assert not norms.finite
+    norms.agree([torch.tensor(1.0, dtype=torch.float64)], OneRank(2), torch.device("cpu"))
+    assert norms.finite and norms.estimate == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_checksum_sees_values_and_places(dtype: torch.dtype) -> None:
+    values = torch.randn(70_000).to(dtype)
+    swapped = values.clone()
+    swapped[[10, 69_000]] = swapped[[69_000, 10]]
+    changed = values.clone()
+    changed[5] = -changed[5]
+    assert torch.equal(checksum(values), checksum(values.clone()))
+    assert not torch.equal(checksum(values), checksum(swapped))
+    assert not torch.equal(checksum(values), checksum(changed))
+
+
+def test_problems_name_the_rank_outside_the_majority() -> None:
+    everyone = torch.zeros(3, 2, 3, dtype=torch.int64)
+    assert _find_problems(everyone, ["a", "b"]) == []
+    everyone[2, 1, 0] = 1
+    everyone[0, 0, 2] = 7
+    assert _find_problems(everyone, ["a", "b"]) == [
+        "rank 0: 7 elements of a differ between master and replica",
+        "rank 2 holds another b than the others",
+    ]
+
+
+def test_run_finds_the_script_behind_the_launchers_rank() -> None:
+    assert split_arguments(["--local_rank=1", "train.py", "--x", "y"]) == ("train.py", ["--local_rank=1", "--x", "y"])
+    with pytest.raises(SystemExit, match="no script given"):
+        split_arguments(["--local_rank=1"])
+
+
+def test_a_missing_deepspeed_internal_is_told_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    monkeypatch.delattr(DeepSpeedZeroOptimizer, "process_gradients")
+    with pytest.raises(
+        ImportError, match=r"lacks DeepSpeedZeroOptimizer.process_gradients.*pip install 'deepspeed>=0.16"
+    ):
+        register()
+
+
+def test_registration_is_idempotent() -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    before = DeepSpeedEngine._configure_zero_optimizer
+    register()
+    assert DeepSpeedEngine._configure_zero_optimizer is before
+    assert ZERO_SUPPORTED_OPTIMIZERS.count(Scape) == 1
+    assert torch.optim.SCAPE is torch.optim.Scape is Scape
+
+
+def test_import_needs_neither_triton_nor_mpi4py_nor_wandb() -> None:
+    """In a fresh interpreter where importing them fails, as where they are not installed."""
+    code = (
+        "import sys\n"
+        "for name in ('triton', 'mpi4py', 'wandb', 'transformers', 'tokenizers', 'datasets'): sys.modules[name] = None\n"
+        "import deepspeed_scape, torch; print(torch.optim.SCAPE.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip().endswith("Scape"), done.stderr
