@@ -120,7 +120,7 @@ class AdamS(torch.optim.Optimizer):
         super().__init__(params, parse_options(options, AdamSOptions).model_dump())
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply one step to every parameter that has a gradient and return what ``closure`` returned."""
         loss = None
         if closure is not None:
@@ -129,11 +129,11 @@ class AdamS(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_param(param, group)
+                    self._step_param(param, param.grad, group)
         return loss
 
-    def _step_param(self, param: Tensor, group: dict[str, Any]) -> None:
-        if param.grad.is_sparse:
+    def _step_param(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        if grad.is_sparse:
             raise RuntimeError("AdamS does not take sparse gradients; set sparse=False in the embedding")
         state = self.state[param]
         if not state:
@@ -146,7 +146,7 @@ class AdamS(torch.optim.Optimizer):
             param,
             state["exp_avg"],
             state["exp_avg_sq"],
-            param.grad,
+            grad,
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,

@@ -15,7 +15,7 @@ from deepspeed_scape.group import ScapeGroup
 
 
 class WireBuffers:
-    """Builds and takes apart the messages of a step; ``dense`` steps carry every element, others K of each partition."""
+    """Builds and takes apart the messages of a step; ``dense`` steps carry all elements, others K of each partition."""
 
     def __init__(self, groups: list[ScapeGroup], world_size: int, value_dtype: torch.dtype) -> None:
         self.groups, self.world_size, self.value_dtype = groups, world_size, value_dtype

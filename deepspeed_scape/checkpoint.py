@@ -1,7 +1,7 @@
 """What SCAPE adds to DeepSpeed's ZeRO checkpoint, and how it is resumed.
 
-DeepSpeed saves masters, ``exp_avg`` and ``exp_avg_sq`` as for any optimizer, so ``zero_to_fp32`` works. One extra key of
-each rank's ZeRO state dict holds what is ours, as tensors and plain types only:
+DeepSpeed saves masters, ``exp_avg`` and ``exp_avg_sq`` as for any optimizer, so ``zero_to_fp32`` works. One extra key
+of each rank's ZeRO state dict holds what is ours, as tensors and plain types only:
 
     version, step, world_size, rank, options, norms
     groups: residual (P,)   last (S,) int32   masks (W, K) int32 or None   decay (step + 1,) fp64

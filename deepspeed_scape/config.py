@@ -124,10 +124,9 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
                 f"{where}.{name}", first["input"], "unknown option", f"remove it; known options are {known}"
             ) from None
         key, value = (f"{where}.{name}", first["input"]) if name else (where, params)
-        remedy = model.model_fields[name].description if name in model.model_fields else "change one of the two"
+        meaning = model.model_fields[name].description if name in model.model_fields else None
+        remedy = f"{name}: {meaning}" if meaning else "change one of the two"
         if value == "auto":
             remedy = "give a value ('auto' is filled in only by the Hugging Face Trainer)"
         problem = first["msg"].removeprefix("Value error, ").rstrip(".")
-        raise ScapeConfigError(
-            key, value, problem, remedy if value == "auto" or not name else f"{name}: {remedy}"
-        ) from None
+        raise ScapeConfigError(key, value, problem, remedy) from None

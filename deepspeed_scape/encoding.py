@@ -2,9 +2,9 @@
 
 Every size follows from (S, K) alone, so no collective needs a round trip to learn it. Three codes:
 
-- ``delta``: the gap to the previous index as one byte; 255 means "255 further, nothing chosen here yet". Unused bytes at
-  the end are 255 too. The gaps add up to at most S - K, hence at most (S - K)/255 escapes, and for K >= S/256 they fit
-  K + ceil(S/256) bytes.
+- ``delta``: the gap to the previous index as one byte; 255 means "255 further, nothing chosen here yet". Unused bytes
+  at the end are 255 too. The gaps add up to at most S - K, hence at most (S - K)/255 escapes, and for K >= S/256 they
+  fit K + ceil(S/256) bytes.
 - ``bitmap``: one bit an element, where that is smaller (density above about 12%).
 - ``offset``: for block selection, the place inside the block, one byte (two for blocks above 256).
 """

@@ -1,14 +1,16 @@
 """The collectives of one step, their overlap, and the count of what they carry.
 
-Three data collectives (reduce, parameter gather, mask gather) and one fp64 scalar all-reduce a step, whatever the number
-of parameters and groups. The mask gather has a process group of its own, so that it may be in flight under the next
-forward and backward while user code talks on the other groups.
+Three data collectives (reduce, parameter gather, mask gather) and one fp64 scalar all-reduce a step, whatever the
+number of parameters and groups. The mask gather has a process group of its own, so that it may be in flight under the
+next forward and backward while user code talks on the other groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -107,6 +109,17 @@ class Exchange:
             work.wait()
         return gathered
 
+    def close(self, patience: float = 10.0) -> None:
+        """End a gather in flight when the run ends: a process must not go while its transport still sends.
+
+        Args:
+            patience: seconds to wait for peers, which may have ended for another reason.
+        """
+        if self._in_flight is not None and self._in_flight[0] is not None:
+            work, self._in_flight = self._in_flight[0], None
+            with contextlib.suppress(RuntimeError):  # a peer is gone: what it would have sent is of no use any more
+                work.wait(timedelta(seconds=patience))
+
     def _all_gather(
         self, own: Tensor, purpose: str, group: dist.ProcessGroup, async_op: bool
     ) -> tuple[Tensor, dist.Work | None]:
@@ -123,5 +136,5 @@ class Exchange:
 
 
 def _newest(name: str, old_name: str) -> Callable[..., Any]:
-    """A torch collective under its newest name (torch 2.13 renamed two), looked up at the call so that it can be traced."""
+    """A torch collective under its newest name (torch 2.13 renamed two), looked up at the call so it can be traced."""
     return getattr(dist, name, None) or getattr(dist, old_name)

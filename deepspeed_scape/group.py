@@ -26,8 +26,8 @@ class ScapeGroup:
     Args:
         layout: sizes and places.
         options: the run's options.
-        optimizer: holds lr, betas, eps, weight_decay of the group, and the moments "exp_avg" and "exp_avg_sq", (S,) fp32
-            each, as the state of ``master``.
+        optimizer: holds lr, betas, eps, weight_decay of the group, and the moments "exp_avg" and "exp_avg_sq", (S,)
+            fp32 each, as the state of ``master``.
         number: which of the optimizer's parameter groups this is.
         flat: (P,) model dtype, this rank's replica.
         master: (S,) fp32 parameter, this owner's weights.

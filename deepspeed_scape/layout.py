@@ -1,8 +1,8 @@
 """Where a parameter lies in the flat buffer, and how many elements of a partition one step sends.
 
-DeepSpeed lays a parameter group out in one flat buffer of P elements (the parameters are views into it) and cuts it into
-W partitions of S = P/W. All positions are read off the addresses of the views, so that round-robin order, alignment
-padding and the layout of another DeepSpeed version need no code here::
+DeepSpeed lays a parameter group out in one flat buffer of P elements (the parameters are views into it) and cuts it
+into W partitions of S = P/W. All positions are read off the addresses of the views, so that round-robin order,
+alignment padding and the layout of another DeepSpeed version need no code here::
 
     rank        0           1           2
     flat   |p0|p1 p1 p1|p1 p1|p2 p2 p2|p2|p3 pad|     P = 3 S

@@ -29,7 +29,7 @@ class Scape(torch.optim.Optimizer):
             own = {name: group[name] for name in AdamSOptions.model_fields}
             parse_options(own, AdamSOptions, f"param_groups[{i}]")
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Not for use alone.
 
         Raises:

@@ -40,7 +40,6 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
         DeepSpeedZeroOptimizer,
         (
             "initialize_optimizer_states",
-            "setup_buckets",
             "process_gradients",
             "reduce_ready_partitions_and_remove_grads",
             "reduce_gradients",

@@ -8,8 +8,10 @@ send nothing, and every dense method raises.
 
 from __future__ import annotations
 
+import atexit
 import math
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
         self.monitor: StepMonitor | None = None  # set by the engine that builds us
         self._link_optimizer_states()
+        atexit.register(_close, weakref.ref(self.exchange))
 
     def _build_group(self, i: int) -> ScapeGroup:
         flat, params = self.bit16_groups_flat[i], self.bit16_groups[i]
@@ -84,7 +87,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def setup_buckets(self) -> None:
         """No buckets: nothing is reduced during backward."""
 
-    def process_gradients(self, param: Tensor, i: int) -> None:
+    def process_gradients(self, param: Any, i: int) -> None:
         """Gradient hook: keep this rank's gradient, in the accumulation dtype, until the boundary step."""
         grad = param.grad
         if grad is None:
@@ -116,6 +119,11 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def finalize_gradient_accumulation_boundary(self) -> None:
         """The caller owns the boundary: what has accumulated is what the step takes."""
         self.set_gradient_accumulation_boundary(True)
+
+    def destroy(self) -> None:
+        """End what is in flight, then what DeepSpeed ends."""
+        self.exchange.close()
+        super().destroy()
 
     def _link_all_hp_params(self) -> None:
         """DeepSpeed's debugging views of masters and moments, and a gradient view that all ranks may ask for."""
@@ -258,6 +266,12 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
             "checkpoint.load_universal = true: SCAPE cannot yet take its residuals over to another world size. "
             "Remedy: resume on the world size of the checkpoint"
         )
+
+
+def _close(exchange: weakref.ref[Exchange]) -> None:
+    alive = exchange()
+    if alive is not None and dist.is_initialized():
+        alive.close()
 
 
 def _dense_average_gradient(param: Any) -> Tensor:

@@ -51,7 +51,7 @@ def init(timeout: float = COLLECTIVE_TIMEOUT) -> tuple[int, int]:
 
 
 def leave() -> None:
-    """Close the process groups before the interpreter goes: gloo's threads else abort it now and then (status -6)."""
+    """Close the process groups before the interpreter goes."""
     import torch.distributed as dist
 
     # after an error the other ranks may wait in a collective, and so would we

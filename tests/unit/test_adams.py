@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deepspeed_scape.adams import AdamS, Hyper, adams_step_, ema_scale, owner_update
 from deepspeed_scape.decay import DecayHistory
 
-HYPER = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
+HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 def textbook(w: float, m: float, v: float, g: float, wd: float) -> tuple[float, float, float]:

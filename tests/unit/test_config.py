@@ -65,8 +65,12 @@ def test_scape_alone_says_what_it_needs() -> None:
         Scape([torch.zeros(1)]).step()
 
 
-@given(st.dictionaries(st.sampled_from(list(ScapeOptions.model_fields) + ["junk"]), st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 5), st.floats(), st.text(max_size=3), st.lists(st.floats(), max_size=3))))  # fmt: skip
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 5), st.floats(), st.text(max_size=3), st.lists(st.floats(), max_size=3)
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ScapeOptions.model_fields, "junk"]), VALUES))
 def test_any_params_are_parsed_or_refused_by_our_error(params: dict) -> None:
     for model in (ScapeOptions, AdamSOptions):
         try:
