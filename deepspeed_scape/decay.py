@@ -42,7 +42,7 @@ class DecayHistory:
         """Log of the decay since each element's last visit, up to the newest recorded step."""
         if self._total == 0.0:
             return None
-        return (self._total - self._sums[last.long()]).to(torch.float32)
+        return (self._total - self._sums.index_select(0, last)).to(torch.float32)
 
     def state(self) -> Tensor:
         """(steps + 1,) fp64 on the CPU, for a checkpoint."""

@@ -81,8 +81,8 @@ class ScapeGroup:
         self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
         own = None if dense else self.masks()[self.rank]
-        weight, exp_avg, exp_avg_sq = states if own is None else (state[own] for state in states)
-        last = self.last if own is None else self.last[own]
+        weight, exp_avg, exp_avg_sq = states if own is None else (state.index_select(0, own) for state in states)
+        last = self.last if own is None else self.last.index_select(0, own)
         updated = owner_update(
             mean,
             last.to(torch.float32).neg_().add_(step),

@@ -7,6 +7,8 @@ scores alone.
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +20,8 @@ from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.layout import kept_of
 from deepspeed_scape.residual import CHUNK, chunks
 
-SAMPLE = 65536  # elements of the sample that finds the threshold: its rank is then known to ~4% at 1% density
+SAMPLE = 32768  # elements of the sample that finds the threshold: its rank is then known to ~6% at 1% density
+PREFILTER = 0.2  # share of elements up to which it is cheaper to bound all scores and compute the few in question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,14 @@ class Moments:
     exp_avg: Tensor  # m (S,) fp32
     last: Tensor  # (S,) int32: the step of the last visit, 0 for none
 
-    def __getitem__(self, index: slice | Tensor) -> Moments:
-        return Moments(gradient=self.gradient[index], exp_avg=self.exp_avg[index], last=self.last[index])
+    def __getitem__(self, piece: slice) -> Moments:
+        return Moments(gradient=self.gradient[piece], exp_avg=self.exp_avg[piece], last=self.last[piece])
+
+    def at(self, index: Tensor) -> Moments:
+        """The elements at (n,) int64 places; index_select is several times as fast as indexing on a CPU."""
+        parts = (self.gradient, self.exp_avg, self.last)
+        gradient, exp_avg, last = (part.index_select(0, index) for part in parts)
+        return Moments(gradient=gradient, exp_avg=exp_avg, last=last)
 
 
 def pending_moment(
@@ -48,7 +57,7 @@ def pending_moment(
     delay.copy_(moments.last).neg_().add_(step).clamp_(min=1)
     torch.div(gradient, delay, out=score)
     torch.sub(moments.exp_avg, score, out=score)
-    delay.mul_(log_beta(beta1)).expm1_()  # -(1 - b1^D')
+    delay.mul_(log_beta(beta1) / math.log(2)).exp2_().sub_(1)  # -(1 - b1^D'); a third of the time of expm1
     return torch.addcmul(gradient, score, delay, value=-momentum_sum(beta1), out=score).abs_()
 
 
@@ -90,11 +99,14 @@ def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: 
     with every element, so the result never depends on the sample.
     """
     size = moments.last.numel()
-    sample = _sample_positions(size, seed)
-    expected = kept * sample.numel() / size
-    rank = min(sample.numel(), int(expected + 4 * expected**0.5) + 8)
-    threshold = torch.topk(pending_moment(moments[sample], step, beta1), rank, sorted=False).values.min()
-    index, score = _candidates(moments, step, beta1, float(threshold))
+    places = _sample_places(size, seed)
+    sample = moments.at(places)
+    expected = kept * SAMPLE / size
+    rank = min(SAMPLE, int(expected + 4 * expected**0.5) + 8)
+    threshold = float(torch.topk(pending_moment(sample, step, beta1), rank, sorted=False).values.min())
+    in_question = float((_score_bound(sample, beta1) >= threshold).float().mean())
+    find = _candidates_by_bound if in_question < PREFILTER else _candidates
+    index, score = find(moments, step, beta1, threshold)
     if index.size < kept:
         return select_top(pending_moment(moments, step, beta1), kept)
     smallest = np.partition(score, score.size - kept)[score.size - kept]
@@ -104,10 +116,22 @@ def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: 
     return torch.from_numpy(index[chosen])
 
 
-def _sample_positions(size: int, seed: int) -> Tensor:
-    """(SAMPLE,) int64 random places; a stride would fall into step with the rows of a weight matrix."""
+@functools.lru_cache(maxsize=64)
+def _sample_places(size: int, seed: int) -> Tensor:
+    """(SAMPLE,) int64 random places, ascending; a stride would fall into step with the rows of a weight matrix."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(size, (SAMPLE,), generator=generator)
+    return torch.randint(size, (SAMPLE,), generator=generator).sort().values
+
+
+def _score_bound(moments: Moments, beta1: float, scratch: Tensor | None = None) -> Tensor:
+    """|r| + c_inf |m| >= score, since 0 <= c(D) <= D and c(D) <= c_inf; a little more, for rounding."""
+    count = moments.last.numel()
+    if scratch is None:
+        scratch = moments.exp_avg.new_empty(2, count)
+    bound, other = scratch[0, :count], scratch[1, :count]
+    torch.abs(moments.exp_avg, out=bound).mul_(momentum_sum(beta1))
+    torch.abs(moments.gradient.float(), out=other)
+    return bound.add_(other).mul_(1 + 1e-5)
 
 
 def _candidates(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
@@ -121,6 +145,20 @@ def _candidates(moments: Moments, step: int, beta1: float, threshold: float) -> 
         local += piece.start
         found.append(local)
     return np.concatenate(found), np.concatenate(scores)
+
+
+def _candidates_by_bound(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """The same as ``_candidates``, with the score computed only where its bound reaches the threshold."""
+    found = []
+    scratch = torch.empty(2, CHUNK)
+    for piece in chunks(moments.last.numel(), moments.last.device):
+        local = np.flatnonzero(_score_bound(moments[piece], beta1, scratch).numpy() >= threshold)
+        local += piece.start
+        found.append(local)
+    index = np.concatenate(found)
+    score = pending_moment(moments.at(torch.from_numpy(index)), step, beta1).numpy()
+    chosen = score >= threshold
+    return index[chosen], score[chosen]
 
 
 def select_block(score: Tensor, block_size: int, density: float) -> Tensor:

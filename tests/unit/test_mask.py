@@ -49,7 +49,7 @@ def test_top_k_breaks_ties_by_index(values: list[float], data: st.DataObject) ->
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    sparsity=st.sampled_from([0.8, 0.9, 0.99, 0.999]),
+    sparsity=st.sampled_from([0.8, 0.9, 0.99, 0.999]),  # the bound decides from about 0.97 on
     ties=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
@@ -72,7 +72,7 @@ def test_a_misleading_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     options = ScapeOptions(sparsity=0.99)
     kept = kept_in_partition(size, options)
     top = select_top(pending_moment(some, 90, 0.9), 500)
-    monkeypatch.setattr(mask_module, "_sample_positions", lambda *_: top.repeat(132)[: mask_module.SAMPLE])
+    monkeypatch.setattr(mask_module, "_sample_places", lambda *_: top.repeat(70)[: mask_module.SAMPLE])
     assert torch.equal(select(some, 90, 0.9, kept, options), select_top(pending_moment(some, 90, 0.9), kept))
 
 
