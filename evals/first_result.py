@@ -49,6 +49,12 @@ METHODS = (
 )
 
 
+def in_order() -> list[tuple[Method, float]]:
+    """Every method at its likeliest rate, then the other rates, those of the dense methods first."""
+    others = [(method, rate) for method in METHODS for rate in method.rates[1:]]
+    return [(method, method.rates[0]) for method in METHODS] + sorted(others, key=lambda run: run[0].density < 1)
+
+
 def folder_of(method: Method, rate: float, args: argparse.Namespace) -> Path:
     return args.runs / f"{method.config}-{rate:g}-seed{args.seed}"
 
@@ -113,7 +119,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     dense = min(row["val_loss"] for name, row in best.items() if "dense" in name)
     adamw = next((row["bytes_per_step"] for name, row in best.items() if name.startswith("AdamW")), None)
     lines = [
-        "| method | lr (of those tried) | val loss, nats/token | against the better dense run | visits | bytes/step/rank |",
+        "| method | lr (of those tried) | val loss, nats/token | to the better dense run | visits | bytes/step/rank |",
         "|---|---|---|---|---|---|",
     ]
     for method in METHODS:
@@ -151,11 +157,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table of what has finished, and train nothing")
     args = parser.parse_args()
     if not args.table:
-        for attempt in range(max(len(method.rates) for method in METHODS)):  # every method's likeliest rate first
-            for method in METHODS:
-                if attempt < len(method.rates):
-                    train(method, method.rates[attempt], args)
-                    write(args)
+        for method, rate in in_order():
+            train(method, rate, args)
+            write(args)
     write(args)
 
 
