@@ -7,16 +7,21 @@ one ZeRO partition, K elements synchronised now, t the optimizer step.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepspeed_scape.config import AdamSOptions, parse_options
+from deepspeed_scape.decay import DecayHistory
 
+LONGEST = 65536  # steps: the longest delay in the tables
 EMA_FLOOR = 0.9  # an "ema" normalizer keeps at least this much of its memory, however late the visit
 
 
@@ -69,6 +74,28 @@ def momentum_sum(beta1: float) -> float:
     return beta1 / (1 - beta1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DelayTables:
+    """Functions of the delay D = 0..LONGEST that involve powers, (LONGEST + 1,) fp32 each, computed in fp64."""
+
+    forgotten: Tensor  # 1 - b1^D
+    moved: Tensor  # c(D)
+    share: Tensor  # 1 - c(D)/D, 1 at D = 0
+    keep: Tensor  # B = max(b2^D, EMA_FLOOR)
+
+
+@functools.lru_cache(maxsize=16)
+def delay_tables(beta1: float, beta2: float, device: torch.device) -> DelayTables:
+    """Tables for one pair of betas. A longer delay counts as LONGEST: c has then converged and c/D is negligible."""
+    delay = torch.arange(LONGEST + 1, dtype=torch.float64)
+    forgotten = -torch.expm1(delay * log_beta(beta1)) if beta1 > 0 else (delay > 0).double()
+    moved = momentum_sum(beta1) * forgotten
+    share = 1 - moved / delay.clamp(min=1)
+    keep = torch.pow(torch.tensor(beta2, dtype=torch.float64), delay).clamp(min=EMA_FLOOR)
+    tables = (table.float().to(device) for table in (forgotten, moved, share, keep))
+    return DelayTables(**dict(zip(("forgotten", "moved", "share", "keep"), tables, strict=True)))
+
+
 def owner_update(
     mean: Tensor,  # R (K,) fp32: mean over the ranks of the gradients unsent since the last visit
     delay: Tensor,  # D (K,) fp32, >= 1: steps since the last visit
@@ -98,6 +125,32 @@ def owner_update(
     decayed = weight if log_decay is None else weight * torch.exp(log_decay)
     new_weight = torch.addcdiv(decayed, update, normalizer.add_(hyper.eps), value=-hyper.lr)
     return new_weight, torch.addcmul(exp_avg, toward, forgotten), new_sq
+
+
+def update_by_loop(
+    loops: ModuleType,
+    own: Tensor,  # (K,) int64: the mask
+    mean: Tensor,  # (K,) fp32
+    step: int,
+    states: tuple[Tensor, Tensor, Tensor],  # weight, exp_avg, exp_avg_sq (S,) fp32, updated
+    last: Tensor,  # (S,) int32, updated
+    decay: DecayHistory,
+    hyper: Hyper,
+) -> Tensor:  # (K,) fp32: the new weights
+    """``owner_update`` of the masked elements of a partition by the compiled CPU loop, in place."""
+    tables = delay_tables(hyper.beta1, hyper.beta2, mean.device)
+    out = torch.empty_like(mean)
+    loops.update(
+        *(tensor.numpy() for tensor in (own, mean)),
+        step,
+        *(tensor.numpy() for tensor in (*states, last, tables.forgotten, tables.keep)),
+        decay.products().numpy(),
+        *(np.float32(x) for x in (hyper.lr, hyper.eps, momentum_sum(hyper.beta1), hyper.beta2)),
+        np.float32(ema_scale(hyper.beta1, hyper.beta2)),
+        hyper.normalizer == "ema",
+        out.numpy(),
+    )
+    return out
 
 
 def ema_scale(beta1: float, beta2: float) -> float:

@@ -44,6 +44,12 @@ class DecayHistory:
             return None
         return (self._total - self._sums.index_select(0, last)).to(torch.float32)
 
+    def products(self) -> Tensor:
+        """(steps + 1,) fp32: product of the decay factors after each step; empty where nothing has ever decayed."""
+        if self._total == 0.0:
+            return torch.empty(0)
+        return (self._total - self._sums[: self.steps + 1]).exp_().to(torch.float32)
+
     def state(self) -> Tensor:
         """(steps + 1,) fp64 on the CPU, for a checkpoint."""
         return self._sums[: self.steps + 1].cpu().clone()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.kernels import loops_for
 from deepspeed_scape.layout import GroupLayout, kept_of
 
 ESCAPE = 255
@@ -67,7 +68,8 @@ def encode_mask(
 ) -> None:
     """Write one mask into its fixed-size buffer."""
     if code.kind == "delta":
-        _encode_delta(index, out)
+        loops = loops_for(index, out)
+        loops.encode_delta(index.numpy(), out.numpy()) if loops else _encode_delta(index, out)
     elif code.kind == "bitmap":
         bits = torch.zeros(code.nbytes * 8, dtype=torch.uint8, device=index.device)
         bits[index] = 1
@@ -91,8 +93,7 @@ def decode_masks(
     if code.kept == 0:
         return torch.empty(encoded.shape[0], 0, dtype=torch.int64, device=encoded.device)
     if code.kind == "delta":
-        taken = encoded != ESCAPE
-        index = (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
+        index = _decode_delta(encoded, code)
     elif code.kind == "bitmap":
         bits = (encoded.unsqueeze(2) >> _bit_places(encoded.device)) & 1
         index = bits.view(encoded.shape[0], -1).nonzero()[:, 1]
@@ -111,6 +112,15 @@ def _encode_delta(index: Tensor, out: Tensor) -> None:
     place = escapes.cumsum(0).add_(torch.arange(index.numel(), device=index.device))
     out.fill_(ESCAPE)
     out[place] = (gap - escapes * ESCAPE).to(torch.uint8)
+
+
+def _decode_delta(encoded: Tensor, code: MaskCode) -> Tensor:
+    if encoded.stride(1) == 1 and (loops := loops_for(encoded[0])):
+        index = torch.empty(encoded.shape[0], code.kept, dtype=torch.int64)
+        found = loops.decode_delta(encoded.numpy(), index.numpy())
+        return index if found == index.numel() else index.new_empty(found)
+    taken = encoded != ESCAPE
+    return (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
 
 
 def _decode_offset(encoded: Tensor, code: MaskCode) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_scape.adams import Hyper, owner_update
+from deepspeed_scape.adams import Hyper, owner_update, update_by_loop
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import choose_code
+from deepspeed_scape.kernels import loops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import Moments, select
 from deepspeed_scape.residual import accumulate, pack, scatter_params
@@ -79,24 +80,28 @@ class ScapeGroup:
     def update(self, mean: Tensor, step: int, dense: bool) -> Tensor:
         """Apply the synchronised gradients (K,) fp32 on the owner; return the K new master weights."""
         self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
+        hyper = Hyper.of_group(self.hyper_group, self.options.normalizer)
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
-        own = None if dense else self.masks()[self.rank]
-        weight, exp_avg, exp_avg_sq = states if own is None else (state.index_select(0, own) for state in states)
-        last = self.last if own is None else self.last.index_select(0, own)
-        updated = owner_update(
-            mean,
-            last.to(torch.float32).neg_().add_(step),
-            weight,
-            exp_avg,
-            exp_avg_sq,
-            last == 0,
-            self.decay.since(last),
-            Hyper.of_group(self.hyper_group, self.options.normalizer),
-        )
-        for state, new in zip(states, updated, strict=True):
-            state.copy_(new) if own is None else state.index_copy_(0, own, new)
-        self.last.fill_(step) if own is None else self.last.index_fill_(0, own, step)
         self.moments["step"].fill_(step)
+        if dense:
+            return self._update_all(mean, step, hyper, states)
+        own = self.masks()[self.rank]
+        if loops := loops_for(mean, *states):
+            return update_by_loop(loops, own, mean, step, states, self.last, self.decay, hyper)
+        weight, exp_avg, exp_avg_sq, last = (state.index_select(0, own) for state in (*states, self.last))
+        delay = last.to(torch.float32).neg_().add_(step)
+        updated = owner_update(mean, delay, weight, exp_avg, exp_avg_sq, last == 0, self.decay.since(last), hyper)
+        for state, new in zip(states, updated, strict=True):
+            state.index_copy_(0, own, new)
+        self.last.index_fill_(0, own, step)
+        return updated[0]
+
+    def _update_all(self, mean: Tensor, step: int, hyper: Hyper, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        delay = self.last.to(torch.float32).neg_().add_(step)
+        updated = owner_update(mean, delay, *states, self.last == 0, self.decay.since(self.last), hyper)
+        for state, new in zip(states, updated, strict=True):
+            state.copy_(new)
+        self.last.fill_(step)
         return updated[0]
 
     def scatter(self, values: Tensor, dense: bool) -> None:

@@ -8,20 +8,19 @@ scores alone.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_scape.adams import log_beta, momentum_sum
+from deepspeed_scape.adams import LONGEST, delay_tables
 from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.kernels import loops_for
 from deepspeed_scape.layout import kept_of
 from deepspeed_scape.residual import CHUNK, chunks
 
 SAMPLE = 32768  # elements of the sample that finds the threshold: its rank is then known to ~6% at 1% density
-PREFILTER = 0.2  # share of elements up to which it is cheaper to bound all scores and compute the few in question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +45,21 @@ def pending_moment(
     moments: Moments,
     step: int,  # t: the step whose update has just been applied
     beta1: float,
-    scratch: Tensor | None = None,  # (2, >= n) fp32, overwritten; the result is a view of its first row
+    scratch: Tensor | None = None,  # (3, >= n) fp32, overwritten; the result is a view of its first row
 ) -> Tensor:  # same shape, fp32, >= 0
     """Score |r + (m - r/D') c(D')| with D' = max(1, t - last) and c(D) = b1 (1 - b1^D)/(1 - b1) (DESIGN section 1)."""
+    tables = delay_tables(beta1, 0.0, moments.exp_avg.device)
     count = moments.last.numel()
     if scratch is None:
-        scratch = moments.exp_avg.new_empty(2, count)
-    score, delay = scratch[0, :count], scratch[1, :count]
-    gradient = moments.gradient.float()
-    delay.copy_(moments.last).neg_().add_(step).clamp_(min=1)
-    torch.div(gradient, delay, out=score)
-    torch.sub(moments.exp_avg, score, out=score)
-    delay.mul_(log_beta(beta1) / math.log(2)).exp2_().sub_(1)  # -(1 - b1^D'); a third of the time of expm1
-    return torch.addcmul(gradient, score, delay, value=-momentum_sum(beta1), out=score).abs_()
+        scratch = moments.exp_avg.new_empty(3, count)
+    score, moved = scratch[0, :count], scratch[1, :count]
+    delay = scratch[2, :count].view(torch.int32)
+    torch.sub(step, moments.last, out=delay).clamp_(1, LONGEST)
+    torch.index_select(tables.share, 0, delay, out=score)
+    torch.index_select(tables.moved, 0, delay, out=moved)
+    score.mul_(moments.gradient.float())
+    moved.mul_(moments.exp_avg)  # two products and a sum, as the compiled loop rounds them
+    return score.add_(moved).abs_()
 
 
 def select(moments: Moments, step: int, beta1: float, kept: int, options: ScapeOptions) -> Tensor:
@@ -95,18 +96,15 @@ def _above_and_ties(score: Tensor, smallest: Tensor, kept: int) -> Tensor:
 def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
     """``select_top`` in one pass over S and no buffer of its size: a threshold from a sample leaves few candidates.
 
-    The threshold is set 4 standard deviations low; if there are still fewer than K candidates the pass is repeated
-    with every element, so the result never depends on the sample.
+    The threshold is set 4 standard deviations low; if there are still fewer than K candidates every element is ranked,
+    so the result never depends on the sample.
     """
     size = moments.last.numel()
-    places = _sample_places(size, seed)
-    sample = moments.at(places)
+    sample = moments.at(_sample_places(size, seed))
     expected = kept * SAMPLE / size
     rank = min(SAMPLE, int(expected + 4 * expected**0.5) + 8)
     threshold = float(torch.topk(pending_moment(sample, step, beta1), rank, sorted=False).values.min())
-    in_question = float((_score_bound(sample, beta1) >= threshold).float().mean())
-    find = _candidates_by_bound if in_question < PREFILTER else _candidates
-    index, score = find(moments, step, beta1, threshold)
+    index, score = _candidates(moments, step, beta1, threshold, capacity=2 * rank * size // SAMPLE)
     if index.size < kept:
         return select_top(pending_moment(moments, step, beta1), kept)
     smallest = np.partition(score, score.size - kept)[score.size - kept]
@@ -123,42 +121,35 @@ def _sample_places(size: int, seed: int) -> Tensor:
     return torch.randint(size, (SAMPLE,), generator=generator).sort().values
 
 
-def _score_bound(moments: Moments, beta1: float, scratch: Tensor | None = None) -> Tensor:
-    """|r| + c_inf |m| >= score, since 0 <= c(D) <= D and c(D) <= c_inf; a little more, for rounding."""
-    count = moments.last.numel()
-    if scratch is None:
-        scratch = moments.exp_avg.new_empty(2, count)
-    bound, other = scratch[0, :count], scratch[1, :count]
-    torch.abs(moments.exp_avg, out=bound).mul_(momentum_sum(beta1))
-    torch.abs(moments.gradient.float(), out=other)
-    return bound.add_(other).mul_(1 + 1e-5)
+def _candidates(
+    moments: Moments, step: int, beta1: float, threshold: float, capacity: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every element with a score >= threshold: its index (int64, ascending) and its score (fp32).
+
+    ``capacity`` is a guess of how many there are; none at all are returned where it proves far too small.
+    """
+    loops = loops_for(moments.gradient, moments.exp_avg, moments.last)
+    if loops is None or moments.gradient.dtype != torch.float32:
+        return _candidates_by_torch(moments, step, beta1, threshold)
+    tables = delay_tables(beta1, 0.0, moments.exp_avg.device)
+    arrays = (t.numpy() for t in (moments.gradient, moments.exp_avg, moments.last))
+    index, score = np.empty(capacity, np.int64), np.empty(capacity, np.float32)
+    found = loops.candidates(
+        *arrays, step, tables.share.numpy(), tables.moved.numpy(), np.float32(threshold), index, score
+    )
+    return index[: max(found, 0)], score[: max(found, 0)]
 
 
-def _candidates(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Every element with a score >= threshold: its index (int64, ascending) and its score (fp32)."""
+def _candidates_by_torch(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
     found, scores = [], []
-    scratch = torch.empty(2, CHUNK)  # an allocation for each piece would cost page faults, not arithmetic
+    scratch = torch.empty(3, CHUNK)  # an allocation for each piece would cost page faults, not arithmetic
     for piece in chunks(moments.last.numel(), moments.last.device):
         score = pending_moment(moments[piece], step, beta1, scratch).numpy()
-        local = np.flatnonzero(score >= threshold)
+        local = np.flatnonzero(score >= np.float32(threshold))
         scores.append(score[local])
         local += piece.start
         found.append(local)
     return np.concatenate(found), np.concatenate(scores)
-
-
-def _candidates_by_bound(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """The same as ``_candidates``, with the score computed only where its bound reaches the threshold."""
-    found = []
-    scratch = torch.empty(2, CHUNK)
-    for piece in chunks(moments.last.numel(), moments.last.device):
-        local = np.flatnonzero(_score_bound(moments[piece], beta1, scratch).numpy() >= threshold)
-        local += piece.start
-        found.append(local)
-    index = np.concatenate(found)
-    score = pending_moment(moments.at(torch.from_numpy(index)), step, beta1).numpy()
-    chosen = score >= threshold
-    return index[chosen], score[chosen]
 
 
 def select_block(score: Tensor, block_size: int, density: float) -> Tensor:

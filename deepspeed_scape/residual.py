@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from deepspeed_scape.kernels import loops_for
+
 CHUNK = 65536  # elements; on a CPU a pass in pieces of this size finds its buffers in the L2 cache
 
 
@@ -68,6 +70,8 @@ def pack(
     if position is None:
         out.copy_(residual.view(out.shape))
         residual.zero_()
+    elif (loops := loops_for(residual, position)) and residual.dtype == out.dtype == torch.float32:
+        loops.pack(residual.numpy(), position.numpy(), out.numpy())
     else:
         out.copy_(residual.index_select(0, position).view(out.shape))
         residual.index_fill_(0, position, 0.0)

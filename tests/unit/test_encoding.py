@@ -83,3 +83,20 @@ def test_a_damaged_mask_is_noticed() -> None:
     encoded[0, 3] = 255
     with pytest.raises(RuntimeError, match="9 elements"):
         decode_masks(encoded, code)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["loops", "torch"])
+def test_both_forms_of_the_delta_code_agree(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, kept = 200_000, 1500  # gaps on either side of 255
+    masks = [torch.randperm(size)[:kept].sort().values for _ in range(3)]
+    code = MaskCode(kind="delta", size=size, kept=kept, nbytes=delta_nbytes(size, kept))
+    reference = torch.zeros(3, code.nbytes, dtype=torch.uint8)
+    for mask, row in zip(masks, reference, strict=True):
+        encode_mask(mask, code, row)
+    if not compiled:
+        monkeypatch.setattr("deepspeed_scape.encoding.loops_for", lambda *_: None)
+    wide = torch.zeros(3, code.nbytes + 7, dtype=torch.uint8)  # as one group of several in a message
+    for mask, row in zip(masks, wide, strict=True):
+        encode_mask(mask, code, row[: code.nbytes])
+    assert torch.equal(wide[:, : code.nbytes], reference)
+    assert torch.equal(decode_masks(wide[:, : code.nbytes], code), torch.stack(masks))
