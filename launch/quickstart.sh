@@ -22,7 +22,7 @@ if [ ! -e "$VENV/.complete" ]; then
     "$PYTHON" -m venv "$VENV"
     "$VENV/bin/pip" install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch==2.13.0}"
     # DS_BUILD_OPS=0: DeepSpeed's C++/CUDA extensions are not needed
-    DS_BUILD_OPS=0 "$VENV/bin/pip" install --quiet --disable-pip-version-check -e '.[train]'
+    DS_BUILD_OPS=0 "$VENV/bin/pip" install --quiet --disable-pip-version-check -e '.[train,cpu]'
     touch "$VENV/.complete"
 fi
 

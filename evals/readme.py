@@ -1,0 +1,105 @@
+"""Put measured tables and the list of options into the README.
+
+python -m evals.readme            # writes
+python -m evals.readme --check    # fails when the README says something else
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from deepspeed_scape.config import ScapeOptions
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "evals" / "results"
+
+
+def options_table() -> str:
+    """Every option of SCAPE from its pydantic model."""
+    lines = ["| option | default | range | meaning |", "|---|---|---|---|"]
+    for name, field in ScapeOptions.model_fields.items():
+        lines.append(f"| `{name}` | {_default(field)} | {_range(field)} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{json.dumps(default)}`"
+
+
+def _range(field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if all(isinstance(choice, str) for choice in choices) and choices:
+        return " or ".join(f'`"{choice}"`' for choice in choices)
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{signs[k]} {v:g}" for m in field.metadata for k, v in vars_of(m).items() if k in signs]
+    return ", ".join(bounds) or {bool: "true or false"}.get(field.annotation, "each in [0, 1)")  # type: ignore[arg-type]
+
+
+def vars_of(constraint: Any) -> dict[str, Any]:
+    """The fields of an annotated-types constraint."""
+    return {k: getattr(constraint, k) for k in ("ge", "gt", "le", "lt") if hasattr(constraint, k)}
+
+
+def first_result() -> str:
+    """The table of evals.first_result with where it comes from; empty before it has been run."""
+    path = RESULTS / "first_result.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    runs, where = result["runs"], result["provenance"]
+    commits = sorted({run["commit"][:7] for run in runs if run["commit"]})
+    one = runs[0]
+    note = (
+        f"`small` ({one['params']:,} parameters), {one['steps']:,} steps, {one['tokens']:,} tokens of public-domain "
+        f"novels, 2 ranks, ZeRO-2, fp32, one seed; validation on two held-out novels. Each method's rate was chosen by "
+        f"its training loss on text seen once. `python -m evals.first_result --corpus FOLDER`, commits "
+        f"{', '.join(commits)}, {where['date']}, {where['hardware']}; all runs in "
+        f"[evals/results/first_result.json](evals/results/first_result.json)."
+    )
+    return f"{(RESULTS / 'first_result.md').read_text().strip()}\n\n{note}"
+
+
+def overhead() -> str:
+    """What the local work of a step costs, from evals.overhead."""
+    path = RESULTS / "overhead.json"
+    if not path.exists():
+        return ""
+    result = json.loads(path.read_text())
+    lines = ["| sparsity | select + pack + update | all local work |", "|---|---|---|"]
+    for sparsity in result["arguments"]["sparsity"]:
+        row = result[f"{sparsity:g}"]
+        lines.append(f"| {sparsity:.0%} | {row['select_pack_update']:.1%} | {row['all_local_work']:.1%} |")
+    where = result["provenance"]
+    note = (
+        f"Of the forward and backward of {result['arguments']['preset']} at {result['arguments']['tokens']} tokens "
+        f"({result['forward_backward_ms']:.0f} ms on one core), for one of {result['arguments']['world']} ranks. "
+        f"`python -m evals.overhead`, commit {where['commit']}, {where['date']}, {where['hardware']}."
+    )
+    return "\n".join(lines) + f"\n\n{note}"
+
+
+def filled(text: str) -> str:
+    """``text`` with every marked section replaced."""
+    for name, content in (("first_result", first_result()), ("options", options_table()), ("overhead", overhead())):
+        pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
+        text = pattern.sub(lambda _, n=name, c=content: f"<!-- {n} -->\n{c}\n<!-- /{n} -->", text)
+    return text
+
+
+def main() -> None:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    if "--check" in sys.argv:
+        sys.exit(None if filled(text) == text else "README.md is out of date: run python -m evals.readme")
+    path.write_text(filled(text))
+
+
+if __name__ == "__main__":
+    main()

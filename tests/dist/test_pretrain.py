@@ -1,0 +1,96 @@
+"""The main job under the real launcher: records, exact resume, W&B offline, local `datasets` data, bad arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.metrics import read_metrics
+from launch.ports import free_port
+from tests.launch import ROOT, extensions_dir
+
+pytestmark = pytest.mark.dist
+
+
+def pretrain(output: Path, *args: object, config: str = "zero2_scape90_fp32", module: bool = False) -> Any:
+    """One 2-rank run of the tiny model; returns the finished process."""
+    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
+    launcher += ["--master_port", str(free_port()), *(["--module", "deepspeed_scape.run"] if module else [])]
+    job = ["launch/pretrain.py", "--deepspeed_config", f"ds_configs/{config}.json", "--preset", "tiny"]
+    job += ["--eval-batches", "2", "--log-every", "1", "--output", str(output), *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline", "WANDB_DIR": str(output),
+           "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": extensions_dir()}  # fmt: skip
+    return subprocess.run(launcher + job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def losses(path: Path) -> dict[int, tuple[float, float | None]]:
+    _, steps, _ = read_metrics(path / "metrics.jsonl")
+    return {s["step"]: (s["loss"], s.get("val_loss")) for s in steps}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local data set in the form that `datasets` reads, and where the runs go."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    data = folder / "data"
+    data.mkdir()
+    words = "the ranks send what they must and keep the rest for a better day".split()
+    for split, count in (("train", 400), ("validation", 40)):
+        lines = [json.dumps({"text": " ".join(words[(i * j) % 14] for j in range(60))}) for i in range(1, count)]
+        (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Any]:
+    common = ["--data", f"hf:{folder / 'data'}", "--cache-dir", folder / "cache", "--seed", 7, "--lr-schedule", "cosine"]
+    common += ["--set", "gradient_accumulation_steps=2", "--lr-warmup", 3, "--eval-every", 5]
+    done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, "--wandb")}
+    # the schedule runs to --steps, so the first half is a run of 10 that is stopped by its save at 5
+    done["first"] = pretrain(folder / "halves", *common, "--steps", 10, "--save-every", 5)
+    kept = folder / "halves" / "checkpoints"
+    (kept / "latest").write_text("step5")  # as if it had been killed after the first save
+    done["second"] = pretrain(folder / "halves", *common, "--steps", 10, module=True)
+    return done
+
+
+def test_runs_finish(runs: dict[str, Any]) -> None:
+    for name, process in runs.items():
+        assert process.returncode == 0, f"{name}\n{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+
+
+def test_records_are_whole(folder: Path, runs: dict[str, Any]) -> None:
+    config, steps, summary = read_metrics(folder / "whole" / "metrics.jsonl")
+    assert config["git_commit"] is None or len(config["git_commit"]) == 40
+    assert [s["step"] for s in steps] == list(range(1, 11))
+    assert [s["step"] for s in steps if "val_loss" in s] == [5, 10]
+    assert summary is not None and summary["world_size"] == 2 and summary["steps"] == 10
+    for step in steps[1:]:  # the first makes its own mask
+        assert step["bytes_sent"] == pytest.approx(step["scape/bytes_total"])
+        assert step["grad_norm"] <= step["scape/grad_norm_rms"] * (1 + 1e-6)
+
+
+def test_resume_is_exact_even_in_a_new_launch_through_run(folder: Path, runs: dict[str, Any]) -> None:
+    whole, halves = losses(folder / "whole"), losses(folder / "halves")
+    assert halves == whole
+    resumed = [json.loads(line) for line in (folder / "halves" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["resumed_from"] for r in resumed if r["kind"] == "config" and r.get("resumed_from")] == [5]
+
+
+def test_wandb_keeps_an_offline_run(folder: Path, runs: dict[str, Any]) -> None:
+    assert list(folder.glob("whole/wandb/offline-run-*/*.wandb")), runs["whole"].stdout[-2000:]
+    assert not (folder / "halves" / "wandb").exists()  # only when asked for
+
+
+def test_a_bad_argument_is_named_by_every_rank(folder: Path) -> None:
+    process = pretrain(folder / "bad", "--set", "optimizer.params.sparsity=1.5", "--data", "embedded", "--steps", 2)
+    said = process.stdout + process.stderr
+    assert process.returncode != 0
+    assert said.count("optimizer.params.sparsity = 1.5") >= 2 and "Remedy" in said
+    assert not (folder / "bad" / "metrics.jsonl").exists()
