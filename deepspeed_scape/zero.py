@@ -131,6 +131,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         for group in self.bit16_groups:
             for param in group:
                 param.get_full_hp_grad = types.MethodType(_dense_average_gradient, param)
+                param.set_full_hp_grad = types.MethodType(_replace_gradient, param)
         if hasattr(self, "scape_groups"):
             self._link_optimizer_states()
 
@@ -285,6 +286,11 @@ def _dense_average_gradient(param: Any) -> Tensor:
         average.copy_(waiting)
     dist.all_reduce(average, group=param._dp_group)
     return average.div_(dist.get_world_size(param._dp_group))
+
+
+def _replace_gradient(param: Any, value: Tensor) -> None:
+    """Let ``value`` be the mean gradient of the step to come: every rank that calls this holds it as its own."""
+    param.grad_accum = value.detach().clone().view_as(param)
 
 
 _DENSE_METHODS = (

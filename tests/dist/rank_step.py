@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -300,7 +302,7 @@ def odd_parameters(rank: int) -> dict[str, Any]:
 
 def gradients(rank: int) -> dict[str, Any]:
     """safe_get_full_grad must give every rank the mean gradient."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_grad
 
     from tests.dist import tiny
 
@@ -311,6 +313,9 @@ def gradients(rank: int) -> dict[str, Any]:
     (sum(reference(tiny.batch(0, other)) for other in range(world)) / world).backward()
     pairs = list(zip(engine.module.parameters(), reference.parameters(), strict=True))
     grads = max(float((safe_get_full_grad(a) - b.grad).abs().max()) for a, b in pairs)
+    for param, _ in pairs:  # what one has read one may change, on all ranks alike
+        safe_set_full_grad(param, 2 * safe_get_full_grad(param))
+    doubled = max(float((safe_get_full_grad(a) - 2 * b.grad).abs().max()) for a, b in pairs)
     engine.step()
     masters = max(float((safe_get_full_fp32_param(a) - a).abs().max()) for a, _ in pairs)
     moment = sum(float(safe_get_full_optimizer_state(a, "exp_avg").abs().sum()) for a, _ in pairs)
@@ -320,7 +325,25 @@ def gradients(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         dense = str(error)
     engine.destroy()
-    return {"grads": grads, "masters": masters, "moment": moment, "dense": dense}
+    return {"grads": grads, "doubled": doubled, "masters": masters, "moment": moment, "dense": dense}
+
+
+def monitors(rank: int) -> dict[str, float]:
+    """What DeepSpeed's CSV monitor wrote of ours on rank 0, beside the dict."""
+    from tests.dist import tiny
+
+    folder = Path(f"{os.environ['SCAPE_TEST_OUT']}.csv")
+    csv = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+    engine = tiny.start(tiny.config(sparsity=0.9, top={**csv, "wall_clock_breakdown": True}))
+    for step in range(3):
+        tiny.train_step(engine, step, rank)
+    stats = engine.optimizer.step_stats
+    engine.destroy()
+    if rank:
+        return {}
+    files = sorted(folder.glob("**/Train_Scape_*.csv"))
+    written = {f.stem.removeprefix("Train_Scape_"): float(f.read_text().split()[-1].split(",")[-1]) for f in files}
+    return {name: value for name, value in written.items() if value == stats[name]}
 
 
 def main() -> None:
@@ -339,6 +362,7 @@ def main() -> None:
         "schedules": schedules(rank),
         "odd": odd_parameters(rank),
         "gradients": gradients(rank),
+        "monitors": monitors(rank),
     }
     worker.report(result)
 

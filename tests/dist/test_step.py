@@ -95,9 +95,16 @@ def test_odd_parameters(ranks: list[dict[str, Any]]) -> None:
 def test_debugging_views(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         assert result["gradients"]["grads"] < 1e-6
+        assert result["gradients"]["doubled"] < 1e-6
         assert result["gradients"]["masters"] == 0.0
         assert result["gradients"]["moment"] > 0
         assert "dense path reached" in result["gradients"]["dense"]
+
+
+def test_deepspeeds_monitors_get_what_the_dict_holds(ranks: list[dict[str, Any]]) -> None:
+    written = ranks[0]["monitors"]
+    expected = {"bytes_scalar", "bytes_reduce", "bytes_params", "bytes_mask", "bytes_total", "grad_norm", "grad_norm_rms"}
+    assert expected <= set(written) and written["bytes_total"] > 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
