@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import types
 import weakref
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_scape import checkpoint
+from deepspeed_scape import checkpoint, gradient_views
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.group import ScapeGroup
@@ -130,8 +129,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         super()._link_all_hp_params()
         for group in self.bit16_groups:
             for param in group:
-                param.get_full_hp_grad = types.MethodType(_dense_average_gradient, param)
-                param.set_full_hp_grad = types.MethodType(_replace_gradient, param)
+                gradient_views.attach(param)
         if hasattr(self, "scape_groups"):
             self._link_optimizer_states()
 
@@ -273,24 +271,6 @@ def _close(exchange: weakref.ref[Exchange]) -> None:
     alive = exchange()
     if alive is not None and dist.is_initialized():
         alive.close()
-
-
-def _dense_average_gradient(param: Any) -> Tensor:
-    """Mean over the ranks of the gradient that waits for the step, still times the loss scale; all ranks must call it.
-
-    DeepSpeed's own version raises on the owner alone, which leaves the other ranks waiting.
-    """
-    waiting = getattr(param, "grad_accum", None)
-    average = torch.zeros_like(param, dtype=torch.float32)
-    if waiting is not None:
-        average.copy_(waiting)
-    dist.all_reduce(average, group=param._dp_group)
-    return average.div_(dist.get_world_size(param._dp_group))
-
-
-def _replace_gradient(param: Any, value: Tensor) -> None:
-    """Let ``value`` be the mean gradient of the step to come: every rank that calls this holds it as its own."""
-    param.grad_accum = value.detach().clone().view_as(param)
 
 
 _DENSE_METHODS = (
