@@ -42,10 +42,10 @@ class Method:
 
 
 METHODS = (
-    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(4e-3, 2e-3, 8e-3)),
+    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(4e-3, 2e-3, 1e-3)),
     Method(name="AdamS, dense ZeRO-2", config="zero2_adams_fp32", rates=(1e-3, 5e-4, 2e-3)),
-    Method(name="SCAPE 90%", config="zero2_scape90_fp32", rates=(2e-3, 1e-3, 3e-3), density=0.1),
-    Method(name="SCAPE 99%", config="zero2_scape99_fp32", rates=(2e-3, 1.5e-3, 3e-3), density=0.01),
+    Method(name="SCAPE 90%", config="zero2_scape90_fp32", rates=(2e-3, 1e-3, 5e-4), density=0.1),
+    Method(name="SCAPE 99%", config="zero2_scape99_fp32", rates=(2e-3, 1e-3, 1.5e-3), density=0.01),
 )
 
 
