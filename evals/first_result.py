@@ -41,18 +41,18 @@ class Method:
     density: float = 1.0
 
 
-METHODS = (
-    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(4e-3, 2e-3, 1e-3)),
-    Method(name="AdamS, dense ZeRO-2", config="zero2_adams_fp32", rates=(1e-3, 5e-4, 2e-3)),
-    Method(name="SCAPE 90%", config="zero2_scape90_fp32", rates=(2e-3, 1e-3, 5e-4), density=0.1),
-    Method(name="SCAPE 99%", config="zero2_scape99_fp32", rates=(2e-3, 1e-3, 1.5e-3), density=0.01),
+METHODS = (  # the likeliest rate first; as many for each
+    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(2e-3, 1e-3, 4e-3)),
+    Method(name="AdamS, dense ZeRO-2", config="zero2_adams_fp32", rates=(5e-4, 1e-3, 2e-3)),
+    Method(name="SCAPE 90%", config="zero2_scape90_fp32", rates=(5e-4, 1e-3, 2e-3), density=0.1),
+    Method(name="SCAPE 99%", config="zero2_scape99_fp32", rates=(5e-4, 1e-3, 2.5e-4), density=0.01),
 )
 
 
 def in_order() -> list[tuple[Method, float]]:
-    """Every method at its likeliest rate, then the other rates, those of the dense methods first."""
-    others = [(method, rate) for method in METHODS for rate in method.rates[1:]]
-    return [(method, method.rates[0]) for method in METHODS] + sorted(others, key=lambda run: run[0].density < 1)
+    """Every method at its likeliest rate, then every method at the next."""
+    return [(method, rate) for rates in zip(*(m.rates for m in METHODS), strict=True)
+            for method, rate in zip(METHODS, rates, strict=True)]  # fmt: skip
 
 
 def folder_of(method: Method, rate: float, args: argparse.Namespace) -> Path:
