@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import logger
-from torch import Tensor
 
 from deepspeed_scape.decay import DecayHistory
 
@@ -31,13 +30,13 @@ class ScapeCheckpointError(RuntimeError):
     """A checkpoint that cannot be resumed as it is. The message says what to do."""
 
 
-def refuse_mid_accumulation(gradients: list[list[Tensor | None]]) -> None:
-    """Gradients that wait for their boundary step are in no checkpoint.
+def refuse_mid_accumulation(gradients_wait: bool) -> None:
+    """Gradients that wait for their boundary step are in no checkpoint. All ranks know the same and raise together.
 
     Raises:
         ScapeCheckpointError: between the micro-steps of an accumulation.
     """
-    if any(grad is not None for grads in gradients for grad in grads):
+    if gradients_wait:
         raise ScapeCheckpointError(
             "save_checkpoint in the middle of a gradient accumulation would lose the gradients accumulated so far. "
             "Remedy: save after engine.step() of a boundary micro-step"

@@ -27,8 +27,8 @@ class DecayHistory:
         """
         if step != self.steps + 1:
             raise ValueError(f"decay of step {step} recorded after step {self.steps}")
-        if lr * weight_decay >= 1:
-            raise ValueError(f"lr * weight_decay = {lr} * {weight_decay} must stay below 1; lower one of the two")
+        if not 0 <= lr * weight_decay < 1:  # also true of a nan
+            raise ValueError(f"lr * weight_decay = {lr} * {weight_decay} must be in [0, 1); change one of the two")
         if step >= self._sums.numel():
             self._sums = torch.cat([self._sums, torch.zeros_like(self._sums)])
         self._total += math.log1p(-lr * weight_decay)

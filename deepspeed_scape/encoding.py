@@ -103,6 +103,8 @@ def decode_masks(
         raise RuntimeError(
             f"a gathered mask holds {index.numel()} elements in all, not {encoded.shape[0]} x {code.kept}"
         )
+    if index.device.type == "cpu" and int(index.max()) >= code.size:  # on a GPU this would wait for the device
+        raise RuntimeError(f"a gathered mask holds element {int(index.max())} of a partition of {code.size}")
     return index.view(encoded.shape[0], code.kept)
 
 

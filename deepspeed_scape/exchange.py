@@ -23,17 +23,19 @@ class Exchange:
 
     Args:
         group: the data-parallel process group.
+        device: where the tensors are; it decides on the backend.
         overlap: leave the mask gather in flight until :meth:`wait_mask`; otherwise it ends in
             :meth:`start_mask_gather`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, overlap: bool) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
         self.overlap = overlap
-        self.true_reduce_scatter = dist.get_backend(group) != "gloo"  # gloo's is an all-reduce inside: twice the bytes
+        # gloo's reduce-scatter is an all-reduce inside: twice the bytes
+        self.true_reduce_scatter = group._get_backend(device).name() != "gloo"
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
         self._in_flight: tuple[dist.Work | None, Tensor] | None = None
 
@@ -119,6 +121,10 @@ class Exchange:
             work, self._in_flight = self._in_flight[0], None
             with contextlib.suppress(RuntimeError):  # a peer is gone: what it would have sent is of no use any more
                 work.wait(timedelta(seconds=patience))
+
+    def destroy(self) -> None:
+        """Give the mask's process group back. Not for the end of a process, when peers may be gone."""
+        dist.destroy_process_group(self.mask_group)
 
     def _all_gather(
         self, own: Tensor, purpose: str, group: dist.ProcessGroup, async_op: bool

@@ -85,7 +85,7 @@ class ScapeGroup:
         self.moments["step"].fill_(step)
         if dense:
             return self._update_all(mean, step, hyper, states)
-        own = self.masks()[self.rank]
+        own = self._made().view(self.layout.world_size, -1)[self.rank] - self.rank * self.layout.partition_size
         if loops := loops_for(mean, *states):
             return update_by_loop(loops, own, mean, step, states, self.last, self.decay, hyper)
         weight, exp_avg, exp_avg_sq, last = (state.index_select(0, own) for state in (*states, self.last))

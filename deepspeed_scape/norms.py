@@ -17,6 +17,8 @@ from torch import Tensor
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.residual import sum_squares
 
+LARGEST = 1e15  # a norm: its square, a thousand steps together, still fits fp32 (3e38)
+
 
 class GradientNorms:
     """Norms of the current step, in units of the loss-scaled gradient until divided by the scale.
@@ -25,7 +27,7 @@ class GradientNorms:
         rms: sqrt(mean over ranks of ||g_i||^2).
         estimate: the norm that clipping uses and that DeepSpeed reports.
         coefficient: what the gradients were multiplied with by clipping, in (0, 1].
-        finite: no rank has an inf or nan.
+        finite: no rank has an inf or nan, and what clipping leaves can be squared in fp32.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -44,22 +46,21 @@ class GradientNorms:
         if self._noted is not None:
             terms[1], terms[2] = self._noted
         total, mean_square, sum_square = exchange.sum_scalars(terms).tolist()
-        self.finite = math.isfinite(total)
-        self.coefficient = 1.0
-        if not self.finite:
-            self.rms = self.estimate = math.inf
-            return
+        self.rms = math.sqrt(total / self.world_size) if math.isfinite(total) else math.inf
         if self._noted is not None and sum_square > 0 and math.isfinite(sum_square):
             share = mean_square / (sum_square / self.world_size)
             self.signal_share = min(1.0, max(1.0 / self.world_size, share))
-        self.rms = math.sqrt(total / self.world_size)
         self.estimate = self.rms * math.sqrt(self.signal_share)
 
-    def clip_coefficient(self, clip_grad: float, loss_scale: float) -> float:
-        """min(1, clip / norm), with DeepSpeed's 1e-6 beside the norm; 1 where ``clip_grad`` is 0."""
-        if clip_grad > 0:
+    def judge(self, clip_grad: float, loss_scale: float) -> None:
+        """Set ``coefficient`` = min(1, clip / norm), with DeepSpeed's 1e-6 beside the norm, and ``finite``.
+
+        A gradient may be finite and its square not; DeepSpeed's fp32 norm overflows on it and skips the step too.
+        """
+        self.coefficient = 1.0
+        if clip_grad > 0 and math.isfinite(self.estimate):
             self.coefficient = min(1.0, clip_grad / (self.estimate / loss_scale + 1e-6))
-        return self.coefficient
+        self.finite = self.rms * self.coefficient / loss_scale < LARGEST
 
     def note_synchronised(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_scape.config import AdamSOptions, ScapeOptions, parse_options
+from deepspeed_scape.config import SCAPE_ONLY, AdamSOptions, ScapeConfigError, ScapeOptions, parse_options
 
 
 class Scape(torch.optim.Optimizer):
@@ -26,8 +26,21 @@ class Scape(torch.optim.Optimizer):
         per_group = {name: getattr(self.options, name) for name in AdamSOptions.model_fields}
         super().__init__(params, per_group)
         for i, group in enumerate(self.param_groups):
+            for name in sorted(SCAPE_ONLY & set(group)):
+                raise ScapeConfigError(
+                    f"param_groups[{i}].{name}", group[name], "holds for the whole run", "set it in optimizer.params"
+                )
             own = {name: group[name] for name in AdamSOptions.model_fields}
             parse_options(own, AdamSOptions, f"param_groups[{i}]")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "options" in state:  # torch calls this for a loaded state_dict too, which has none
+            self.options = state.pop("options")
+        super().__setstate__(state)
 
     def step(self, closure: Any = None) -> Any:
         """Not for use alone.

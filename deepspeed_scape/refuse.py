@@ -118,9 +118,10 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
             "its gradient scaler steps the optimizer itself",
             "use bfloat16 or fp16",
         )
-    if getattr(config, "communication_data_type", None) is not None:
+    written = config._param_dict.get("communication_data_type")  # DeepSpeed sets the attribute itself at times
+    if written is not None:
         remedy = "remove it and set optimizer.params.value_dtype"
-        yield "communication_data_type", config.communication_data_type, "SCAPE has its own reduce", remedy
+        yield "communication_data_type", written, "SCAPE has its own reduce", remedy
     if getattr(config, "gradient_allreduce_op", "mean") not in ("mean", "avg", None):
         yield "gradient_allreduce_op", config.gradient_allreduce_op, "SCAPE averages gradients", "remove it"
     if getattr(config, "sparse_gradients_enabled", False):
@@ -131,6 +132,9 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
 
 
 def _refused_features(config: Any) -> Iterator[_Refusal]:
+    sequence_parallel = config._param_dict.get("sequence_parallel_size", 1)
+    if sequence_parallel != 1:
+        yield "sequence_parallel_size", sequence_parallel, "only data parallelism is supported", "set it to 1"
     if getattr(getattr(config, "compile_config", None), "deepcompile", False):
         yield "compile.deepcompile", True, "DeepCompile reduces gradients inside the graph", "set it to false"
     tensor_parallel = getattr(getattr(config, "tensor_parallel_config", None), "autotp_size", 0) or 0

@@ -124,7 +124,7 @@ def _optimizer_sanity_check(stock: Callable[..., Any], engine: Any, basic_optimi
 def _configure_zero_optimizer(stock: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
     if not isinstance(optimizer, Scape):
         return stock(engine, optimizer)
-    _drop_frozen_groups(optimizer)
+    _drop_frozen_groups(optimizer, engine.client_lr_scheduler)
     dense = engine_module.DeepSpeedZeroOptimizer
     engine_module.DeepSpeedZeroOptimizer = ScapeZeroOptimizer
     try:
@@ -135,11 +135,18 @@ def _configure_zero_optimizer(stock: Callable[..., Any], engine: Any, optimizer:
     return zero_optimizer
 
 
-def _drop_frozen_groups(optimizer: Scape) -> None:
+def _drop_frozen_groups(optimizer: Scape, scheduler: Any) -> None:
     """DeepSpeed drops groups without parameters, but trips over groups in which nothing can be trained."""
     trainable = [g for g in optimizer.param_groups if any(p.requires_grad and p.numel() for p in g["params"])]
     if not trainable:
         raise ScapeConfigError("model_parameters", "all frozen", "there is nothing to train", "unfreeze a parameter")
     if len(trainable) < len(optimizer.param_groups):
+        if scheduler is not None and not callable(scheduler):  # it has counted the groups already
+            raise ScapeConfigError(
+                "lr_scheduler",
+                type(scheduler).__name__,
+                "it was built for parameter groups in which nothing can be trained, and these are left out",
+                "leave frozen groups out of the optimizer, or pass a function that builds the scheduler",
+            )
         logger.warning(f"SCAPE: {len(optimizer.param_groups) - len(trainable)} frozen parameter groups are left out")
         optimizer.param_groups[:] = trainable

@@ -47,12 +47,14 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         kwargs.update(contiguous_gradients=True, overlap_comm=False, reduce_bucket_size=2)
         super().__init__(init_optimizer, *args, **kwargs)
         self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
-        self.exchange = Exchange(self.dp_process_group, self.options.overlap_comm)
+        self.exchange = Exchange(self.dp_process_group, self.bit16_groups_flat[0].device, self.options.overlap_comm)
         self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
         self.wire = WireBuffers(self.scape_groups, self.exchange.world_size, self.options.value_torch_dtype)
         self.norms = GradientNorms(self.exchange.world_size)
         self.applied_steps = 0
         self.step_stats: dict[str, float] = {}
+        self._gradients_wait = False  # between a backward and the step; the same on all ranks
+        self._loading_state = False
         self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
         self.monitor: StepMonitor | None = None  # set by the engine that builds us
         self._link_optimizer_states()
@@ -102,6 +104,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """Take in what reached ``param.grad`` without passing a hook."""
+        self._gradients_wait = True
         for i, group in enumerate(self.bit16_groups):
             for param in group:
                 self.process_gradients(param, i)
@@ -119,10 +122,24 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """The caller owns the boundary: what has accumulated is what the step takes."""
         self.set_gradient_accumulation_boundary(True)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for the step."""
+        super().zero_grad(set_to_none)
+        for group in self.bit16_groups:
+            for param in group:
+                param.grad_accum = None
+        self._gradients_wait = False
+
     def destroy(self) -> None:
         """End what is in flight, then what DeepSpeed ends."""
         self.exchange.close()
+        self.exchange.destroy()
         super().destroy()
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Bring offloaded states back; the views of them must follow."""
+        super().reload_states(*args, **kwargs)
+        self._link_optimizer_states()
 
     def _link_all_hp_params(self) -> None:
         """DeepSpeed's debugging views of masters and moments, and a gradient view that all ranks may ask for."""
@@ -143,15 +160,14 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def step(self, closure: Any = None) -> None:
         """One optimizer step. A step with an inf or nan gradient on any rank is skipped and changes nothing."""
         self.stopwatch.restart()
-        self._measure_gradients()
         scale = self.loss_scale
+        self._measure_gradients(scale)
         self._update_scale(self.overflow)
         if self.overflow:
             self._global_grad_norm = math.inf
         else:
             self._global_grad_norm = self.norms.estimate / scale
-            coefficient = self.norms.clip_coefficient(self.clip_grad, scale)
-            self._apply_step(coefficient / scale)
+            self._apply_step(self.norms.coefficient / scale)
         self.zero_grad()
         self._collect_stats(scale)
 
@@ -177,10 +193,11 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def _is_dense(self, step: int) -> bool:
         return self.options.sparsity == 0 or step <= self.options.warmup_steps
 
-    def _measure_gradients(self) -> None:
+    def _measure_gradients(self, scale: float) -> None:
         """The one scalar all-reduce: the inf/nan verdict, the RMS norm, and the noise terms of the step before."""
         local = [sum_squares(grad for grad in grads if grad is not None) for grads in self._local_gradients()]
         self.norms.agree(local, self.exchange, self.scape_groups[0].flat.device)
+        self.norms.judge(self.clip_grad, scale)
         self.overflow = not self.norms.finite
         self.stopwatch.lap("norm")
 
@@ -246,7 +263,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO state with one extra key (see ``checkpoint.py``)."""
-        checkpoint.refuse_mid_accumulation(self._local_gradients())
+        checkpoint.refuse_mid_accumulation(self._gradients_wait)
         self.finish_mask()
         return {**super().state_dict(), checkpoint.KEY: checkpoint.save(self)}
 
@@ -257,8 +274,19 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         own = state_dict_list[dist.get_rank(self.dp_process_group)]
         if load_optimizer_states:
             checkpoint.check(own, self)  # refuse before anything has changed
-        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        self._loading_state = True
+        try:
+            super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        finally:
+            self._loading_state = False
         checkpoint.restore(own if load_optimizer_states else {}, self)
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Masters from the replica. Outside the loading of our own state the weights are others: start afresh."""
+        super()._restore_from_bit16_weights()
+        if not self._loading_state:
+            self.finish_mask()
+            checkpoint.restore({}, self)
 
     def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(

@@ -9,6 +9,7 @@ import functools
 import importlib
 from types import ModuleType
 
+from deepspeed.utils import logger
 from torch import Tensor
 
 
@@ -17,6 +18,9 @@ def _compiled_loops() -> ModuleType | None:
     try:
         return importlib.import_module("deepspeed_scape.kernels.loops")
     except ImportError:  # numba is optional: the torch twins do the same, more slowly
+        return None
+    except Exception as error:  # a broken installation, or no folder to cache in
+        logger.warning(f"SCAPE: numba cannot compile the CPU loops ({error}); the torch twins are used")
         return None
 
 

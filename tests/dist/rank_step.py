@@ -185,6 +185,35 @@ def overflow(rank: int, dtype: str, stage: int, accumulate: str | None) -> dict[
     return result
 
 
+def huge(rank: int) -> dict[str, list[float]]:
+    """A finite gradient whose square is not: with clipping it is clipped, without it the step is skipped."""
+    from tests.dist import tiny
+
+    out = {}
+    for clip in (0.0, 1.0):
+        engine = tiny.start(tiny.config(sparsity=0.9, top={"gradient_clipping": clip}))
+        tiny.train_step(engine, 0, rank)
+        engine.backward(engine(tiny.batch(1, rank)) * 1e22)
+        engine.step()
+        losses = [tiny.train_step(engine, step, rank) for step in range(2, 40)]
+        out[str(clip)] = [engine.skipped_steps, losses[0], losses[-1]]
+        engine.destroy()
+    return out
+
+
+def engines_leave_nothing(rank: int) -> int:
+    """Process groups that three engines, started and destroyed, leave behind beyond those of the first."""
+    from tests.dist import tiny
+
+    counts = []
+    for _ in range(3):
+        engine = tiny.start(tiny.config(sparsity=0.9))
+        tiny.train_step(engine, 0, rank)
+        engine.destroy()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts[-1] - counts[0]
+
+
 def accumulation(rank: int, dtype: str) -> dict[str, float]:
     """Four micro-steps against one of the same samples."""
     from tests.dist import tiny
@@ -302,7 +331,7 @@ def odd_parameters(rank: int) -> dict[str, Any]:
 
 def gradients(rank: int) -> dict[str, Any]:
     """safe_get_full_grad must give every rank the mean gradient."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_grad
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_grad
 
     from tests.dist import tiny
 
@@ -316,6 +345,9 @@ def gradients(rank: int) -> dict[str, Any]:
     for param, _ in pairs:  # what one has read one may change, on all ranks alike
         safe_set_full_grad(param, 2 * safe_get_full_grad(param))
     doubled = max(float((safe_get_full_grad(a) - 2 * b.grad).abs().max()) for a, b in pairs)
+    with torch.no_grad():
+        safe_set_full_fp32_param(engine.module.down.bias, torch.full_like(engine.module.down.bias, 3.0))
+    everywhere = bool((engine.module.down.bias == 3.0).all())
     engine.step()
     masters = max(float((safe_get_full_fp32_param(a) - a).abs().max()) for a, _ in pairs)
     moment = sum(float(safe_get_full_optimizer_state(a, "exp_avg").abs().sum()) for a, _ in pairs)
@@ -325,7 +357,7 @@ def gradients(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         dense = str(error)
     engine.destroy()
-    return {"grads": grads, "doubled": doubled, "masters": masters, "moment": moment, "dense": dense}
+    return {"everywhere": everywhere, "grads": grads, "doubled": doubled, "masters": masters, "moment": moment, "dense": dense}
 
 
 def monitors(rank: int) -> dict[str, float]:
@@ -363,6 +395,8 @@ def main() -> None:
         "odd": odd_parameters(rank),
         "gradients": gradients(rank),
         "monitors": monitors(rank),
+        "huge": huge(rank),
+        "leaked": engines_leave_nothing(rank),
     }
     worker.report(result)
 

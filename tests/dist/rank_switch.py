@@ -75,6 +75,7 @@ def bad_cases() -> dict[str, tuple[dict[str, Any], str]]:
         "sum": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         "tensor_parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        "sequence": ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         "universal": ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
     }
 
@@ -102,9 +103,25 @@ def refuse(rank: int) -> dict[str, str]:
     said["client"] = _error_of(lambda: tiny.start(tiny.config(), model, optimizer=client))
     frozen = tiny.TinyNet().requires_grad_(False)
     said["frozen"] = _error_of(lambda: tiny.start(tiny.config(), frozen, list(frozen.parameters())))
+    said["scheduler"] = _error_of(lambda: half_frozen_with_scheduler())
     said["experts"] = _error_of(lambda: tiny.start(tiny.config(), expert_model()))
     said["pipeline"] = _error_of(lambda: tiny.start(tiny.config(stage=1), pipeline_model()))
     return said
+
+
+def half_frozen_with_scheduler() -> Any:
+    """A scheduler that has counted a frozen group, which DeepSpeed cannot flatten."""
+    from deepspeed_scape import Scape
+    from tests.dist import tiny
+
+    model = tiny.TinyNet()
+    model.embed.requires_grad_(False)
+    rest = [p for p in model.parameters() if p.requires_grad]
+    optimizer = Scape([{"params": list(model.embed.parameters()), "lr": 1e-5}, {"params": rest, "lr": 1e-2}])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)
+    settings = tiny.config()
+    del settings["optimizer"]
+    return tiny.start(settings, model, optimizer=optimizer, lr_scheduler=scheduler)
 
 
 def _error_of(build: Any) -> str:

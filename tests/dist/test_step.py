@@ -69,6 +69,19 @@ def test_a_non_finite_gradient_on_one_rank_changes_nothing(ranks: list[dict[str,
     assert ranks[0]["overflow"]["bf16-zero1-fp32"]["waiting"] == "torch.float32"
 
 
+def test_a_gradient_too_large_to_square_does_not_poison_the_moments(ranks: list[dict[str, Any]]) -> None:
+    """R^2/D overflowed in the normalizer while every gradient was finite, and nan moments followed for good."""
+    for result in ranks:
+        skipped, first, last = result["huge"]["0.0"]
+        assert skipped == 1 and last < first + 0.5
+        skipped, first, last = result["huge"]["1.0"]
+        assert skipped == 0 and last < first + 0.5
+
+
+def test_destroyed_engines_leave_no_process_group(ranks: list[dict[str, Any]]) -> None:
+    assert all(result["leaked"] == 0 for result in ranks)
+
+
 def test_four_micro_steps_equal_one(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["accumulation"]["fp32"]["difference"] < 1e-5
     assert ranks[0]["accumulation"]["bf16"]["difference"] < 2e-2  # bf16 gradients round differently
@@ -97,6 +110,7 @@ def test_debugging_views(ranks: list[dict[str, Any]]) -> None:
         assert result["gradients"]["grads"] < 1e-6
         assert result["gradients"]["doubled"] < 1e-6
         assert result["gradients"]["masters"] == 0.0
+        assert result["gradients"]["everywhere"]  # a parameter set by hand, on every replica at once
         assert result["gradients"]["moment"] > 0
         assert "dense path reached" in result["gradients"]["dense"]
 

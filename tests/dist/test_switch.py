@@ -46,7 +46,7 @@ def test_bad_configuration_is_refused_alike_on_all_ranks(ranks: list[dict[str, A
     assert said[0].startswith("ScapeConfigError: ") and bad_cases()[name][1] in said[0] and "Remedy: " in said[0]
 
 
-@pytest.mark.parametrize("name", ["client", "frozen", "experts", "pipeline"])
+@pytest.mark.parametrize("name", ["client", "frozen", "scheduler", "experts", "pipeline"])
 def test_bad_model_or_optimizer_is_refused_alike_on_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
     said = [result["refused"][name] for result in ranks]
     assert said[0] == said[1]

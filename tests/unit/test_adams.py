@@ -114,7 +114,7 @@ def test_decay_history_refuses_gaps_and_overturning_decay() -> None:
     history = DecayHistory(torch.device("cpu"))
     with pytest.raises(ValueError, match="after step 0"):
         history.record(2, 0.1, 0.1)
-    with pytest.raises(ValueError, match="must stay below 1"):
+    with pytest.raises(ValueError, match="must be in"):
         history.record(1, 1.0, 1.0)
 
 

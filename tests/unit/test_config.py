@@ -56,6 +56,15 @@ def test_group_errors_name_the_group() -> None:
         Scape(groups)
 
 
+def test_an_option_of_the_run_inside_a_group_is_refused() -> None:
+    import torch
+
+    from deepspeed_scape import Scape
+
+    with pytest.raises(ScapeConfigError, match=r"param_groups\[0\]\.sparsity = 0\.5.*holds for the whole run"):
+        Scape([{"params": [torch.zeros(1)], "sparsity": 0.5}])
+
+
 def test_scape_alone_says_what_it_needs() -> None:
     import torch
 

@@ -83,6 +83,9 @@ def test_a_damaged_mask_is_noticed() -> None:
     encoded[0, 3] = 255
     with pytest.raises(RuntimeError, match="9 elements"):
         decode_masks(encoded, code)
+    encoded[0, 3] = 200
+    with pytest.raises(RuntimeError, match="of a partition of 100"):
+        decode_masks(encoded, code)
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["loops", "torch"])

@@ -1,6 +1,8 @@
 """Messages of a step, norms, checksums, and the arguments of ``deepspeed_scape.run``, each without a launch."""
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import register
+from deepspeed_scape import kernels, register
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.group import ScapeGroup
@@ -76,7 +78,10 @@ def test_norm_estimate_is_exact_for_equal_gradients_and_corrects_for_noise() -> 
     norms = GradientNorms(4)
     norms.agree([torch.tensor(9.0, dtype=torch.float64)], OneRank(4), torch.device("cpu"))
     assert norms.rms == 3.0 and norms.estimate == 3.0
-    assert norms.clip_coefficient(1.5, 1.0) == pytest.approx(0.5)
+    norms.judge(1.5, 1.0)
+    assert norms.coefficient == pytest.approx(0.5) and norms.finite
+    norms.judge(0.0, 2.0)
+    assert norms.coefficient == 1.0
     packed = torch.full((4, 2), 1.0)  # this rank sent 8 ones; the mean it received is a quarter of that: pure noise
     norms.note_synchronised(packed, torch.full((2,), 0.5))
     norms.agree([torch.tensor(9.0, dtype=torch.float64)], OneRank(4), torch.device("cpu"))
@@ -86,10 +91,22 @@ def test_norm_estimate_is_exact_for_equal_gradients_and_corrects_for_noise() -> 
 
 def test_norms_refuse_a_nan_and_forget_it() -> None:
     norms = GradientNorms(2)
-    norms.agree([torch.tensor(math.nan, dtype=torch.float64)], OneRank(2), torch.device("cpu"))
+    for total, finite in ((math.nan, False), (math.inf, False), (1.0, True)):
+        norms.agree([torch.tensor(total, dtype=torch.float64)], OneRank(2), torch.device("cpu"))
+        norms.judge(0.0, 1.0)
+        assert norms.finite == finite
+    assert norms.estimate == 1.0
+
+
+def test_a_norm_whose_square_is_no_fp32_number_is_refused_unless_clipped() -> None:
+    norms = GradientNorms(1)
+    norms.agree([torch.tensor(1e40, dtype=torch.float64)], OneRank(1), torch.device("cpu"))
+    norms.judge(0.0, 1.0)
     assert not norms.finite
-    norms.agree([torch.tensor(1.0, dtype=torch.float64)], OneRank(2), torch.device("cpu"))
-    assert norms.finite and norms.estimate == 1.0
+    norms.judge(1.0, 1.0)
+    assert norms.finite and norms.coefficient == pytest.approx(1e-20)
+    norms.judge(0.0, 2.0**20)  # the loss scale is no part of the gradient
+    assert norms.finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -113,6 +130,22 @@ def test_problems_name_the_rank_outside_the_majority() -> None:
         "rank 0: 7 elements of a differ between master and replica",
         "rank 2 holds another b than the others",
     ]
+
+
+def test_scape_can_be_copied_and_pickled() -> None:
+    original = Scape([torch.zeros(3)], sparsity=0.9)
+    for twin in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert twin.options == original.options and twin.param_groups[0]["lr"] == original.param_groups[0]["lr"]
+
+
+def test_a_damaged_installation_of_numba_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read-only image without a home folder: numba finds no place for its cache and raises RuntimeError at import."""
+
+    def broken(_: str) -> None:
+        raise RuntimeError("cannot cache function")
+
+    monkeypatch.setattr(kernels.importlib, "import_module", broken)
+    assert kernels._compiled_loops.__wrapped__() is None
 
 
 def test_run_finds_the_script_behind_the_launchers_rank() -> None:
