@@ -50,9 +50,10 @@ METHODS = (  # the likeliest rate first; as many for each
 
 
 def in_order() -> list[tuple[Method, float]]:
-    """Every method at its likeliest rate, then every method at the next."""
-    return [(method, rate) for rates in zip(*(m.rates for m in METHODS), strict=True)
-            for method, rate in zip(METHODS, rates, strict=True)]  # fmt: skip
+    """Every method at its likeliest rate, then the other rates: dense methods first, then the sparsest."""
+    others = [(method, rate) for method in METHODS for rate in method.rates[1:]]
+    others.sort(key=lambda run: (run[0].density < 1, run[0].density))
+    return [(method, method.rates[0]) for method in METHODS] + others
 
 
 def folder_of(method: Method, rate: float, args: argparse.Namespace) -> Path:
