@@ -21,7 +21,6 @@ from torch import Tensor
 from deepspeed_scape.config import AdamSOptions, parse_options
 from deepspeed_scape.decay import DecayHistory
 
-LONGEST = 65536  # steps: the longest delay in the tables
 EMA_FLOOR = 0.9  # an "ema" normalizer keeps at least this much of its memory, however late the visit
 
 
@@ -76,24 +75,29 @@ def momentum_sum(beta1: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayTables:
-    """Functions of the delay D = 0..LONGEST that involve powers, (LONGEST + 1,) fp32 each, computed in fp64."""
+    """Functions of the delay D that involve powers, one fp32 entry for every D that can occur, computed in fp64."""
 
     forgotten: Tensor  # 1 - b1^D
-    moved: Tensor  # c(D)
-    share: Tensor  # 1 - c(D)/D, 1 at D = 0
     keep: Tensor  # B = max(b2^D, EMA_FLOOR)
+    moved: Tensor  # c(max(1, D))
+    share: Tensor  # 1 - c(D')/D', D' = max(1, D)
+
+
+def delay_tables(beta1: float, beta2: float, step: int, device: torch.device) -> DelayTables:
+    """Tables for delays of 0 to at least ``step`` steps."""
+    return _delay_tables(beta1, beta2, max(65536, 1 << step.bit_length()), device)
 
 
 @functools.lru_cache(maxsize=16)
-def delay_tables(beta1: float, beta2: float, device: torch.device) -> DelayTables:
-    """Tables for one pair of betas. A longer delay counts as LONGEST: c has then converged and c/D is negligible."""
-    delay = torch.arange(LONGEST + 1, dtype=torch.float64)
+def _delay_tables(beta1: float, beta2: float, longest: int, device: torch.device) -> DelayTables:
+    delay = torch.arange(longest + 1, dtype=torch.float64)
     forgotten = -torch.expm1(delay * log_beta(beta1)) if beta1 > 0 else (delay > 0).double()
-    moved = momentum_sum(beta1) * forgotten
-    share = 1 - moved / delay.clamp(min=1)
     keep = torch.pow(torch.tensor(beta2, dtype=torch.float64), delay).clamp(min=EMA_FLOOR)
-    tables = (table.float().to(device) for table in (forgotten, moved, share, keep))
-    return DelayTables(**dict(zip(("forgotten", "moved", "share", "keep"), tables, strict=True)))
+    moved = momentum_sum(beta1) * forgotten
+    moved[0] = moved[1]
+    share = 1 - moved / delay.clamp(min=1)
+    forgotten, keep, moved, share = (table.float().to(device) for table in (forgotten, keep, moved, share))
+    return DelayTables(forgotten=forgotten, keep=keep, moved=moved, share=share)
 
 
 def owner_update(
@@ -138,7 +142,7 @@ def update_by_loop(
     hyper: Hyper,
 ) -> Tensor:  # (K,) fp32: the new weights
     """``owner_update`` of the masked elements of a partition by the compiled CPU loop, in place."""
-    tables = delay_tables(hyper.beta1, hyper.beta2, mean.device)
+    tables = delay_tables(hyper.beta1, hyper.beta2, step, mean.device)
     out = torch.empty_like(mean)
     loops.update(
         *(tensor.numpy() for tensor in (own, mean)),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_scape.adams import LONGEST, delay_tables
+from deepspeed_scape.adams import delay_tables
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.kernels import loops_for
 from deepspeed_scape.layout import kept_of
@@ -48,13 +48,13 @@ def pending_moment(
     scratch: Tensor | None = None,  # (3, >= n) fp32, overwritten; the result is a view of its first row
 ) -> Tensor:  # same shape, fp32, >= 0
     """Score |r + (m - r/D') c(D')| with D' = max(1, t - last) and c(D) = b1 (1 - b1^D)/(1 - b1) (DESIGN section 1)."""
-    tables = delay_tables(beta1, 0.0, moments.exp_avg.device)
+    tables = delay_tables(beta1, 0.0, step, moments.exp_avg.device)
     count = moments.last.numel()
     if scratch is None:
         scratch = moments.exp_avg.new_empty(3, count)
     score, moved = scratch[0, :count], scratch[1, :count]
     delay = scratch[2, :count].view(torch.int32)
-    torch.sub(step, moments.last, out=delay).clamp_(1, LONGEST)
+    torch.sub(step, moments.last, out=delay)
     torch.index_select(tables.share, 0, delay, out=score)
     torch.index_select(tables.moved, 0, delay, out=moved)
     score.mul_(moments.gradient.float())
@@ -131,7 +131,7 @@ def _candidates(
     loops = loops_for(moments.gradient, moments.exp_avg, moments.last)
     if loops is None or moments.gradient.dtype != torch.float32:
         return _candidates_by_torch(moments, step, beta1, threshold)
-    tables = delay_tables(beta1, 0.0, moments.exp_avg.device)
+    tables = delay_tables(beta1, 0.0, step, moments.exp_avg.device)
     arrays = (t.numpy() for t in (moments.gradient, moments.exp_avg, moments.last))
     index, score = np.empty(capacity, np.int64), np.empty(capacity, np.float32)
     found = loops.candidates(

@@ -18,17 +18,16 @@ def candidates(  # type: ignore[no-untyped-def]
     exp_avg,  # (S,) fp32
     last,  # (S,) int32
     step,
-    share,  # (D,) fp32: 1 - c(D)/D
-    moved,  # (D,) fp32: c(D)
+    share,  # (more than step,) fp32: 1 - c(D)/D by delay
+    moved,  # (more than step,) fp32: c(D)
     threshold,  # fp32
     index,  # (capacity,) int64, written
     score,  # (capacity,) fp32, written
 ):
     """Find every element whose pending first moment reaches the threshold. Returns how many; -1: no room for them."""
     found = 0
-    longest = share.size - 1
     for i in range(gradient.size):
-        delay = min(max(step - last[i], 1), longest)
+        delay = np.uint32(step - last[i])  # unsigned: a signed index would be tested for wrapping round
         value = abs(share[delay] * gradient[i] + moved[delay] * exp_avg[i])
         if value >= threshold:  # seldom true; a branch-free form took three times as long
             if found == index.size:
@@ -63,8 +62,8 @@ def update(  # type: ignore[no-untyped-def]
     exp_avg,  # (S,) fp32
     exp_avg_sq,  # (S,) fp32
     last,  # (S,) int32
-    forgotten,  # (D,) fp32: 1 - b1^D
-    keep,  # (D,) fp32: max(b2^D, floor)
+    forgotten,  # (more than step,) fp32: 1 - b1^D by delay
+    keep,  # (more than step,) fp32: max(b2^D, floor)
     decay,  # (t+1,) fp32: product of (1 - lr wd) since each step; empty without weight decay
     lr,
     eps,
@@ -75,24 +74,22 @@ def update(  # type: ignore[no-untyped-def]
     out,  # (K,) fp32, written: the new weights
 ):
     """``adams.owner_update`` on the masked elements of a partition, gathered, updated and written back in one pass."""
-    longest = forgotten.size - 1
     for k in range(own.size):
         i = own[k]
-        delay = step - last[i]
-        near = min(delay, longest)
+        delay = np.uint32(step - last[i])
         gradient = mean[k] / np.float32(delay)
         toward = gradient - exp_avg[i]
         second = mean[k] * gradient
         if ema:
-            square = second if last[i] == 0 else second + keep[near] * (exp_avg_sq[i] - second)
+            square = second if last[i] == 0 else second + keep[delay] * (exp_avg_sq[i] - second)
             normalizer = np.sqrt(square * ema_scale)
         else:
             square = exp_avg[i] * exp_avg[i] * beta2 + (ONE - beta2) * second
             normalizer = np.sqrt(square)
-        moment = mean[k] - momentum_sum * (toward * forgotten[near])
+        moment = mean[k] - momentum_sum * (toward * forgotten[delay])
         decayed = weight[i] if decay.size == 0 else weight[i] * decay[last[i]]
         value = decayed - lr * (moment / (normalizer + eps))
-        exp_avg[i] += toward * forgotten[near]
+        exp_avg[i] += toward * forgotten[delay]
         exp_avg_sq[i] = square
         weight[i] = value
         last[i] = step
