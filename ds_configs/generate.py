@@ -23,11 +23,11 @@ _COMMON = {"betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     # torch_adam: DeepSpeed's own FusedAdam would be compiled at the first start, for minutes on a CPU
-    "adamw": {"type": "AdamW", "params": {"lr": 1e-3, **_COMMON, "torch_adam": True}},
-    "adams": {"type": "AdamS", "params": {"lr": 1e-3, **_COMMON}},
+    "adamw": {"type": "AdamW", "params": {"lr": 2e-3, **_COMMON, "torch_adam": True}},
+    "adams": {"type": "AdamS", "params": {"lr": 5e-4, **_COMMON}},
     # twice the dense rate: the best one measured at both sparsities
-    "scape90": {"type": "SCAPE", "params": {"lr": 2e-3, **_COMMON, "sparsity": 0.9}},
-    "scape99": {"type": "SCAPE", "params": {"lr": 2e-3, **_COMMON, "sparsity": 0.99}},
+    "scape90": {"type": "SCAPE", "params": {"lr": 5e-4, **_COMMON, "sparsity": 0.9}},
+    "scape99": {"type": "SCAPE", "params": {"lr": 5e-4, **_COMMON, "sparsity": 0.99}},
 }
 
 PRECISIONS: dict[str, dict[str, Any]] = {
