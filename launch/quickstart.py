@@ -47,8 +47,8 @@ class Method:
 METHODS = (
     Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32.json", lr=4e-3),
     Method(name="AdamS, dense ZeRO-2", config="zero2_adams_fp32.json", lr=1e-3),
-    Method(name="SCAPE 90%", config="zero2_scape90_fp32.json", lr=2e-3, density=0.1),
-    Method(name="SCAPE 99%", config="zero2_scape99_fp32.json", lr=2e-3, density=0.01),
+    Method(name="SCAPE 90%", config="zero2_scape90_fp32.json", lr=1e-3, density=0.1),
+    Method(name="SCAPE 99%", config="zero2_scape99_fp32.json", lr=1e-3, density=0.01),
 )
 
 
