@@ -42,7 +42,7 @@ class Method:
 
 
 METHODS = (  # the likeliest rate first
-    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(2e-3, 1e-3, 5e-4, 4e-3)),
+    Method(name="AdamW, dense ZeRO-2", config="zero2_adamw_fp32", rates=(2e-3, 1e-3, 4e-3)),
     Method(name="AdamS, dense ZeRO-2", config="zero2_adams_fp32", rates=(5e-4, 2.5e-4, 1e-3)),
     Method(name="SCAPE 90%", config="zero2_scape90_fp32", rates=(5e-4, 1e-3, 2e-3), density=0.1),
     Method(name="SCAPE 99%", config="zero2_scape99_fp32", rates=(5e-4, 1e-3, 2.5e-4), density=0.01),
