@@ -109,29 +109,31 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> float:
 
 
 def measure(preset: str, tokens: int, world: int, sparsities: list[float], rounds: int) -> dict[str, Any]:
-    """Median milliseconds, and the median over rounds of each round's ratio."""
+    """Median milliseconds, and the median over rounds of each round's ratio; one sparsity after the other."""
     torch.manual_seed(0)
     model = build_model(preset)
-    vocab = model.config.vocab_size
-    steps = {s: LocalStep(rank_group(model, s, world), world) for s in sparsities}
-    laps: dict[float, list[dict[str, float]]] = {s: [] for s in sparsities}
-    compute: list[float] = []
-    for number in range(rounds + 3):  # the first rounds fill caches and the moments
-        compute.append(forward_backward(model, torch.randint(vocab, (1, tokens + 1))))
-        grads = [param.grad for param in model.parameters()]
-        for sparsity in sparsities if number % 2 else reversed(sparsities):
-            laps[sparsity].append(steps[sparsity].run(grads))
-    result: dict[str, Any] = {"params": count_parameters(model), "forward_backward_ms": statistics.median(compute[3:])}
+    result: dict[str, Any] = {"params": count_parameters(model)}
+    everything: list[float] = []
     for sparsity in sparsities:
-        kept = laps[sparsity][3:]
-        parts = {name: statistics.median(lap[name] for lap in kept) for name in kept[0] if name != "elsewhere"}
-        pairs = list(zip(kept, compute[3:], strict=True))
-        counted = statistics.median(sum(lap[name] for name in COUNTED) / base for lap, base in pairs)
-        everything = statistics.median(
-            sum(ms for name, ms in lap.items() if name != "elsewhere") / base for lap, base in pairs
-        )
-        result[f"{sparsity:g}"] = {"ms": parts, "select_pack_update": counted, "all_local_work": everything}
-    return result
+        step = LocalStep(rank_group(model, sparsity, world), world)  # a rank holds one such state, and so do its caches
+        laps, compute = [], []
+        for _ in range(rounds + 3):  # the first rounds fill caches and the moments
+            compute.append(forward_backward(model, torch.randint(model.config.vocab_size, (1, tokens + 1))))
+            laps.append(step.run([param.grad for param in model.parameters()]))
+        result[f"{sparsity:g}"] = summarize(laps[3:], compute[3:])
+        everything += compute[3:]
+    return {**result, "forward_backward_ms": statistics.median(everything)}
+
+
+def summarize(laps: list[dict[str, float]], compute: list[float]) -> dict[str, Any]:
+    """Medians of the parts, and of the shares of each round's own forward and backward."""
+    own = [{name: ms for name, ms in lap.items() if name != "elsewhere"} for lap in laps]
+    pairs = list(zip(own, compute, strict=True))
+    return {
+        "ms": {name: statistics.median(lap[name] for lap in own) for name in own[0]},
+        "select_pack_update": statistics.median(sum(lap[name] for name in COUNTED) / base for lap, base in pairs),
+        "all_local_work": statistics.median(sum(lap.values()) / base for lap, base in pairs),
+    }
 
 
 def main() -> None:
