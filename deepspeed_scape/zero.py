@@ -37,7 +37,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     Built by DeepSpeed itself when the optimizer is :class:`deepspeed_scape.Scape`.
 
     Attributes:
-        step_stats: after every step, bytes sent by purpose, norms, milliseconds and sparsity (see ``monitor.py``).
+        step_stats: after every step, bytes sent by purpose, norms and milliseconds (see ``monitor.py``).
         applied_steps: t, the steps that were not skipped.
     """
 
