@@ -21,6 +21,7 @@ from deepspeed_scape.layout import kept_of
 from deepspeed_scape.residual import CHUNK, chunks
 
 SAMPLE = 8192  # elements of the sample that finds the threshold: its rank is then known to ~11% at 1% density
+MANY = 16  # candidates are many where there is room for one in so many elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,8 @@ def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: 
     expected = kept * SAMPLE / size
     rank = min(SAMPLE, int(expected + 4 * expected**0.5) + 8)
     threshold = float(torch.topk(pending_moment(sample, step, beta1), rank, sorted=False).values.min())
-    index, score = _candidates(moments, step, beta1, threshold, capacity=2 * rank * size // SAMPLE)
+    capacity = int(rank + 6 * rank**0.5) * size // SAMPLE
+    index, score = _candidates(moments, step, beta1, threshold, capacity)
     if index.size < kept:
         return select_top(pending_moment(moments, step, beta1), kept)
     smallest = np.partition(score, score.size - kept)[score.size - kept]
@@ -133,11 +135,16 @@ def _candidates(
         return _candidates_by_torch(moments, step, beta1, threshold)
     tables = delay_tables(beta1, 0.0, step, moments.exp_avg.device)
     arrays = (t.numpy() for t in (moments.gradient, moments.exp_avg, moments.last))
-    index, score = np.empty(capacity, np.int64), np.empty(capacity, np.float32)
-    found = loops.candidates(
-        *arrays, step, tables.share.numpy(), tables.moved.numpy(), np.float32(threshold), index, score
-    )
+    index, score = _room(capacity)
+    collect = loops.many_candidates if capacity * MANY > moments.last.numel() else loops.candidates
+    found = collect(*arrays, step, tables.share.numpy(), tables.moved.numpy(), np.float32(threshold), index, score)
     return index[: max(found, 0)], score[: max(found, 0)]
+
+
+@functools.lru_cache(maxsize=16)
+def _room(capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Kept from step to step: fresh memory would cost a page fault every 4 KiB, a third of the pass at 90%."""
+    return np.empty(capacity, np.int64), np.empty(capacity, np.float32)
 
 
 def _candidates_by_torch(moments: Moments, step: int, beta1: float, threshold: float) -> tuple[np.ndarray, np.ndarray]:

@@ -6,6 +6,9 @@
 One process does what one rank does between its collectives, on the real gradients of a real model, and times it
 beside that model's forward and backward in interleaved rounds: every figure is a ratio inside one run. Writes
 evals/results/overhead.json. The budget (issue 2, demand 13): select + pack + update <= 15% of forward + backward.
+
+The floor beside it is what moving the cache lines alone would take at the copy bandwidth measured in the same rounds.
+At 90% an update finds one of its elements in four of five cache lines, so it moves nearly as much as a dense one.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from evals.provenance import provenance
 from launch.models import build_model, count_parameters, next_token_loss
 
 COUNTED = ("select", "pack", "update")
+LINE = 64  # bytes of a cache line
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -99,6 +103,22 @@ class LocalStep:
         watch.lap("decode")
         return dict(watch.laps)
 
+    def floor_bytes(self) -> int:
+        """What select, pack and update must move through memory with the mask in use; a line written is also read."""
+        group = self.group
+        assert group.position is not None
+        lines = torch.unique(group.position // (LINE // 4))
+        own = int((lines < group.layout.partition_size // (LINE // 4)).sum())  # rank 0: the first partition
+        select = 3 * 4 * group.layout.partition_size  # residual, exp_avg, last
+        return select + 2 * LINE * lines.numel() + 4 * 2 * LINE * own  # update: master, exp_avg, exp_avg_sq, last
+
+
+def copy_rate(source: Tensor, target: Tensor) -> float:
+    """Bytes read and written per millisecond by a plain copy."""
+    start = time.perf_counter()
+    target.copy_(source)
+    return 2 * source.nbytes / ((time.perf_counter() - start) * 1e3)
+
 
 def forward_backward(model: nn.Module, tokens: Tensor) -> float:
     """Milliseconds of one forward and backward."""
@@ -114,13 +134,20 @@ def measure(preset: str, tokens: int, world: int, sparsities: list[float], round
     model = build_model(preset)
     result: dict[str, Any] = {"params": count_parameters(model)}
     everything: list[float] = []
+    source, target = torch.zeros(result["params"]), torch.zeros(result["params"])
     for sparsity in sparsities:
         step = LocalStep(rank_group(model, sparsity, world), world)  # a rank holds one such state, and so do its caches
-        laps, compute = [], []
+        laps, compute, rates = [], [], []
         for _ in range(rounds + 3):  # the first rounds fill caches and the moments
             compute.append(forward_backward(model, torch.randint(model.config.vocab_size, (1, tokens + 1))))
             laps.append(step.run([param.grad for param in model.parameters()]))
-        result[f"{sparsity:g}"] = summarize(laps[3:], compute[3:])
+            rates.append(copy_rate(source, target))
+        row = summarize(laps[3:], compute[3:])
+        row["copy_gb_per_s"] = statistics.median(rates[3:]) / 1e6
+        row["floor"] = statistics.median(
+            step.floor_bytes() / rate / base for rate, base in zip(rates[3:], compute[3:], strict=True)
+        )
+        result[f"{sparsity:g}"] = row
         everything += compute[3:]
     return {**result, "forward_backward_ms": statistics.median(everything)}
 
@@ -153,7 +180,7 @@ def main() -> None:
     for sparsity in args.sparsity:
         row = result[f"{sparsity:g}"]
         parts = "  ".join(f"{name} {ms:.1f}" for name, ms in row["ms"].items())
-        print(f"{sparsity:.0%}: select + pack + update {row['select_pack_update']:.1%}, "
+        print(f"{sparsity:.0%}: select + pack + update {row['select_pack_update']:.1%} (floor {row['floor']:.1%}), "
               f"all local work {row['all_local_work']:.1%}   [ms: {parts}]")  # fmt: skip
 
 

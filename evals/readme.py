@@ -72,14 +72,16 @@ def overhead() -> str:
     if not path.exists():
         return ""
     result = json.loads(path.read_text())
-    lines = ["| sparsity | select + pack + update | all local work |", "|---|---|---|"]
+    lines = ["| sparsity | select + pack + update | memory floor of these | all local work |", "|---|---|---|---|"]
     for sparsity in result["arguments"]["sparsity"]:
         row = result[f"{sparsity:g}"]
-        lines.append(f"| {sparsity:.0%} | {row['select_pack_update']:.1%} | {row['all_local_work']:.1%} |")
+        shares = (row["select_pack_update"], row["floor"], row["all_local_work"])
+        lines.append(f"| {sparsity:.0%} | {' | '.join(f'{share:.1%}' for share in shares)} |")
     where = result["provenance"]
     note = (
         f"Of the forward and backward of {result['arguments']['preset']} at {result['arguments']['tokens']} tokens "
         f"({result['forward_backward_ms']:.0f} ms on one core), for one of {result['arguments']['world']} ranks. "
+        "The floor is the time to move the cache lines these touch at the copy bandwidth of the same run. "
         f"`python -m evals.overhead`, commit {where['commit']}, {where['date']}, {where['hardware']}."
     )
     return "\n".join(lines) + f"\n\n{note}"

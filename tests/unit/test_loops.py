@@ -20,16 +20,22 @@ def test_the_loops_are_in_use_here() -> None:
 
 
 @pytest.mark.parametrize("step", [90, 70_000], ids=["usual", "longer-than-the-tables"])
-@pytest.mark.parametrize("threshold", [0.0, 0.3, 1.0, 1e9])
-def test_candidates_are_the_same_to_the_bit(step: int, threshold: float) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "capacity"),
+    [(0.0, 100_003), (0.3, 100_003), (1e9, 100_003), (3.0, 2000), (1e9, 64)],
+    ids=["all", "many", "many-none", "few", "few-none"],
+)
+def test_candidates_are_the_same_to_the_bit(step: int, threshold: float, capacity: int) -> None:
     some = moments(100_003)
-    index, score = _candidates(some, step, 0.9, threshold, capacity=100_003)
+    index, score = _candidates(some, step, 0.9, threshold, capacity)
     index2, score2 = _candidates_by_torch(some, step, 0.9, threshold)
+    assert index2.size <= capacity and (index2.size > 0) == (threshold < 1e9)
     assert np.array_equal(index, index2) and np.array_equal(score, score2)
 
 
-def test_too_many_candidates_are_told() -> None:
-    assert _candidates(moments(5000), 90, 0.9, 0.0, capacity=10)[0].size == 0
+@pytest.mark.parametrize("capacity", [10, 4999], ids=["few", "many"])
+def test_too_many_candidates_are_told(capacity: int) -> None:
+    assert _candidates(moments(5000), 90, 0.9, 0.0, capacity)[0].size == 0
 
 
 def test_pack(monkeypatch: pytest.MonkeyPatch) -> None:
