@@ -11,15 +11,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from deepspeed_scape.config import AdamSOptions, parse_options
-from deepspeed_scape.decay import DecayHistory
+from deepspeed_scape.upload import upload
 
 EMA_FLOOR = 0.9  # an "ema" normalizer keeps at least this much of its memory, however late the visit
 
@@ -96,7 +94,7 @@ def _delay_tables(beta1: float, beta2: float, longest: int, device: torch.device
     moved = momentum_sum(beta1) * forgotten
     moved[0] = moved[1]
     share = 1 - moved / delay.clamp(min=1)
-    forgotten, keep, moved, share = (table.float().to(device) for table in (forgotten, keep, moved, share))
+    forgotten, keep, moved, share = (upload(table.float(), device) for table in (forgotten, keep, moved, share))
     return DelayTables(forgotten=forgotten, keep=keep, moved=moved, share=share)
 
 
@@ -129,32 +127,6 @@ def owner_update(
     decayed = weight if log_decay is None else weight * torch.exp(log_decay)
     new_weight = torch.addcdiv(decayed, update, normalizer.add_(hyper.eps), value=-hyper.lr)
     return new_weight, torch.addcmul(exp_avg, toward, forgotten), new_sq
-
-
-def update_by_loop(
-    loops: ModuleType,
-    own: Tensor,  # (K,) int64: the mask
-    mean: Tensor,  # (K,) fp32
-    step: int,
-    states: tuple[Tensor, Tensor, Tensor],  # weight, exp_avg, exp_avg_sq (S,) fp32, updated
-    last: Tensor,  # (S,) int32, updated
-    decay: DecayHistory,
-    hyper: Hyper,
-) -> Tensor:  # (K,) fp32: the new weights
-    """``owner_update`` of the masked elements of a partition by the compiled CPU loop, in place."""
-    tables = delay_tables(hyper.beta1, hyper.beta2, step, mean.device)
-    out = torch.empty_like(mean)
-    loops.update(
-        *(tensor.numpy() for tensor in (own, mean)),
-        step,
-        *(tensor.numpy() for tensor in (*states, last, tables.forgotten, tables.keep)),
-        decay.products().numpy(),
-        *(np.float32(x) for x in (hyper.lr, hyper.eps, momentum_sum(hyper.beta1), hyper.beta2)),
-        np.float32(ema_scale(hyper.beta1, hyper.beta2)),
-        hyper.normalizer == "ema",
-        out.numpy(),
-    )
-    return out
 
 
 def ema_scale(beta1: float, beta2: float) -> float:

@@ -20,6 +20,7 @@ class WireBuffers:
     def __init__(self, groups: list[ScapeGroup], world_size: int, value_dtype: torch.dtype) -> None:
         self.groups, self.world_size, self.value_dtype = groups, world_size, value_dtype
         self.device = groups[0].flat.device
+        self.mask_faults = torch.zeros(1, dtype=torch.int32, device=self.device)  # of masks decoded on a GPU
         # a wider dtype first keeps every group aligned to its own element size
         self._param_order = sorted(range(len(groups)), key=lambda i: -groups[i].flat.element_size())
 
@@ -60,10 +61,22 @@ class WireBuffers:
             encode_mask(mask, group.code, part)
         return own
 
+    def encode_next_masks(self, step: int) -> Tensor:
+        """(B,) uint8: what this owner selects for the next step."""
+        own = torch.empty(sum(self._mask_sizes()), dtype=torch.uint8, device=self.device)
+        for group, part in zip(self.groups, own.split(self._mask_sizes()), strict=True):
+            group.encode_next_mask(step, part)
+        return own
+
     def decode_masks(self, gathered: Tensor) -> list[Tensor]:
-        """Each group's masks of all owners (W, K) int64 from the gathered rows (W, B) uint8."""
+        """Each group's masks of all owners (W, K) int64 from the gathered rows (W, B) uint8.
+
+        Raises:
+            RuntimeError: on a CPU, a mask is damaged; on a GPU ``mask_faults`` tells.
+        """
         parts = gathered.split(self._mask_sizes(), dim=1)
-        return [decode_masks(part, group.code) for group, part in zip(self.groups, parts, strict=True)]
+        pairs = zip(self.groups, parts, strict=True)
+        return [decode_masks(part, group.code, self.mask_faults) for group, part in pairs]
 
     def _mask_sizes(self) -> list[int]:
         return [group.code.nbytes for group in self.groups]

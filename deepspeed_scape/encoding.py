@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_scape.config import ScapeOptions
-from deepspeed_scape.kernels import loops_for
+from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout, kept_of
 
 ESCAPE = 255
@@ -67,73 +67,29 @@ def encode_mask(
     out: Tensor,  # (nbytes,) uint8, written
 ) -> None:
     """Write one mask into its fixed-size buffer."""
-    if code.kind == "delta":
-        loops = loops_for(index, out)
-        loops.encode_delta(index.numpy(), out.numpy()) if loops else _encode_delta(index, out)
-    elif code.kind == "bitmap":
-        bits = torch.zeros(code.nbytes * 8, dtype=torch.uint8, device=index.device)
-        bits[index] = 1
-        out.copy_((bits.view(-1, 8) << _bit_places(index.device)).sum(1, dtype=torch.uint8))
-    else:
-        offset = index % code.block_size
-        out[: code.kept].copy_(offset & 255)
-        if out.numel() > code.kept:
-            out[code.kept :].copy_(offset >> 8)
+    ops_for(index, out).encode_mask(index, code, out)
 
 
 def decode_masks(
     encoded: Tensor,  # (W, nbytes) uint8: the masks of every owner
     code: MaskCode,
+    faults: Tensor | None = None,  # (1,) int32 on the same device: counts what is wrong with a mask on a GPU
 ) -> Tensor:  # (W, K) int64 ascending in each row
     """Read the masks of all owners.
 
     Raises:
-        RuntimeError: a mask does not hold exactly K elements inside the partition (damaged, or of other options).
+        RuntimeError: on a CPU, a mask does not hold exactly K elements inside the partition (damaged, or of other
+            options). A GPU would have to be waited for, so there ``faults`` tells (see ``norms.py``).
     """
     if code.kept == 0:
         return torch.empty(encoded.shape[0], 0, dtype=torch.int64, device=encoded.device)
-    if code.kind == "delta":
-        index = _decode_delta(encoded, code)
-    elif code.kind == "bitmap":
-        bits = (encoded.unsqueeze(2) >> _bit_places(encoded.device)) & 1
-        index = bits.view(encoded.shape[0], -1).nonzero()[:, 1]
-    else:
-        index = _decode_offset(encoded, code)
+    if faults is None:
+        faults = torch.zeros(1, dtype=torch.int32, device=encoded.device)
+    index = ops_for(encoded).decode_masks(encoded, code, faults)
     if index.numel() != encoded.shape[0] * code.kept:
         raise RuntimeError(
             f"a gathered mask holds {index.numel()} elements in all, not {encoded.shape[0]} x {code.kept}"
         )
-    if index.device.type == "cpu" and int(index.max()) >= code.size:  # on a GPU this would wait for the device
+    if index.device.type == "cpu" and int(index.max()) >= code.size:
         raise RuntimeError(f"a gathered mask holds element {int(index.max())} of a partition of {code.size}")
-    return index.view(encoded.shape[0], code.kept)
-
-
-def _encode_delta(index: Tensor, out: Tensor) -> None:
-    gap = torch.diff(index, prepend=index.new_full((1,), -1)).sub_(1)
-    escapes = gap // ESCAPE
-    place = escapes.cumsum(0).add_(torch.arange(index.numel(), device=index.device))
-    out.fill_(ESCAPE)
-    out[place] = (gap - escapes * ESCAPE).to(torch.uint8)
-
-
-def _decode_delta(encoded: Tensor, code: MaskCode) -> Tensor:
-    if encoded.stride(1) == 1 and (loops := loops_for(encoded[0])):
-        index = torch.empty(encoded.shape[0], code.kept, dtype=torch.int64)
-        found = loops.decode_delta(encoded.numpy(), index.numpy())
-        return index if found == index.numel() else index.new_empty(found)
-    taken = encoded != ESCAPE
-    return (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
-
-
-def _decode_offset(encoded: Tensor, code: MaskCode) -> Tensor:
-    offset = encoded[:, : code.kept].to(torch.int64)
-    if encoded.shape[1] > code.kept:
-        offset += encoded[:, code.kept :].to(torch.int64) << 8
-    block = torch.arange(code.kept, device=encoded.device) // max(code.block_kept, 1)
-    # the tail block may keep more or fewer than the others: all beyond the full blocks belong to it
-    block.clamp_(max=code.size // code.block_size)
-    return offset + block * code.block_size
-
-
-def _bit_places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+    return index

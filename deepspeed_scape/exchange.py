@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_scape.streams import SideStream
+
 
 class Exchange:
     """Collectives over the W data-parallel ranks, with a byte counter.
@@ -37,7 +39,8 @@ class Exchange:
         # gloo's reduce-scatter is an all-reduce inside: twice the bytes
         self.true_reduce_scatter = group._get_backend(device).name() != "gloo"
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
-        self._in_flight: tuple[dist.Work | None, Tensor] | None = None
+        self.side = SideStream(device, overlap)  # of the mask gather and its decoding
+        self._in_flight: tuple[dist.Work | None, Callable[[], list[Tensor]]] | None = None
 
     def take_sent(self) -> dict[str, int]:
         """Bytes sent since the last call: {"scalar", "reduce", "params", "mask"}; the counter starts again at 0."""
@@ -82,34 +85,47 @@ class Exchange:
     def start_mask_gather(
         self,
         own: Tensor,  # (B,) uint8: this owner's encoded masks of every parameter group
+        decode: Callable[[Tensor], list[Tensor]],  # (W, B) uint8 to the masks of every parameter group
     ) -> None:
         """Start the all-gather of the next masks on their own process group.
+
+        On a GPU gather and decoding run on a stream of their own under the next forward and backward; without streams
+        the gather alone is in flight, and :meth:`wait_mask` decodes.
 
         Raises:
             RuntimeError: the one before has not been waited for.
         """
         if self._in_flight is not None:
             raise RuntimeError("a mask gather is already in flight")
-        gathered, work = self._all_gather(own, "mask", self.mask_group, async_op=self.overlap)
-        self._in_flight = (work, gathered)
+        with self.side.after_compute(own):
+            gathered, work = self._all_gather(own, "mask", self.mask_group, async_op=self.overlap)
+            if not self.side.exists:
+                self._in_flight = (work, lambda: decode(gathered))
+                return
+            if work is not None:
+                work.wait()  # by the side stream, not by the host
+            masks = decode(gathered)
+        self._in_flight = (None, lambda: masks)
 
     @property
     def mask_in_flight(self) -> bool:
         return self._in_flight is not None
 
-    def wait_mask(self) -> Tensor:  # (W, B) uint8
-        """Wait for the gather in flight and return the masks of all owners.
+    def wait_mask(self) -> list[Tensor]:
+        """Wait for the gather in flight and return the decoded masks of all owners.
 
         Raises:
             RuntimeError: none is in flight.
         """
         if self._in_flight is None:
             raise RuntimeError("no mask gather is in flight")
-        work, gathered = self._in_flight
+        work, masks = self._in_flight
         self._in_flight = None
         if work is not None:
             work.wait()
-        return gathered
+        decoded = masks()
+        self.side.join(*decoded)
+        return decoded
 
     def close(self, patience: float = 10.0) -> None:
         """End a gather in flight when the run ends: a process must not go while its transport still sends.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_scape.adams import Hyper, owner_update, update_by_loop
+from deepspeed_scape.adams import Hyper
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.decay import DecayHistory
-from deepspeed_scape.encoding import choose_code
-from deepspeed_scape.kernels import loops_for
+from deepspeed_scape.encoding import choose_code, encode_mask
+from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import Moments, select
 from deepspeed_scape.residual import accumulate, pack, scatter_params
@@ -69,40 +69,24 @@ class ScapeGroup:
 
     def accumulate(self, grads: list[Tensor | None], scale: float) -> None:
         """Add this rank's scaled gradients, one per slot of the layout, to the residual."""
-        for slot, grad in zip(self.layout.slots, grads, strict=True):
-            if grad is not None:
-                accumulate(self.residual, grad, slot.start, scale)
+        pairs = [(g, slot.start) for slot, g in zip(self.layout.slots, grads, strict=True) if g is not None]
+        accumulate(self.residual, [grad for grad, _ in pairs], [start for _, start in pairs], scale)
 
     def pack(self, out: Tensor, dense: bool) -> None:
         """Move the masked entries of the residual into ``out`` (W, K)."""
         pack(self.residual, None if dense else self._made(), out)
 
-    def update(self, mean: Tensor, step: int, dense: bool) -> Tensor:
-        """Apply the synchronised gradients (K,) fp32 on the owner; return the K new master weights."""
+    def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
+        """Apply the synchronised gradients (K,) fp32 on the owner; return the K new weights, in ``out`` if given."""
         self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
         hyper = Hyper.of_group(self.hyper_group, self.options.normalizer)
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
         self.moments["step"].fill_(step)
-        if dense:
-            return self._update_all(mean, step, hyper, states)
-        own = self._made().view(self.layout.world_size, -1)[self.rank] - self.rank * self.layout.partition_size
-        if loops := loops_for(mean, *states):
-            return update_by_loop(loops, own, mean, step, states, self.last, self.decay, hyper)
-        weight, exp_avg, exp_avg_sq, last = (state.index_select(0, own) for state in (*states, self.last))
-        delay = last.to(torch.float32).neg_().add_(step)
-        updated = owner_update(mean, delay, weight, exp_avg, exp_avg_sq, last == 0, self.decay.since(last), hyper)
-        for state, new in zip(states, updated, strict=True):
-            state.index_copy_(0, own, new)
-        self.last.index_fill_(0, own, step)
-        return updated[0]
-
-    def _update_all(self, mean: Tensor, step: int, hyper: Hyper, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        delay = self.last.to(torch.float32).neg_().add_(step)
-        updated = owner_update(mean, delay, *states, self.last == 0, self.decay.since(self.last), hyper)
-        for state, new in zip(states, updated, strict=True):
-            state.copy_(new)
-        self.last.fill_(step)
-        return updated[0]
+        start = self.rank * self.layout.partition_size
+        own = None if dense else self._made().view(self.layout.world_size, -1)[self.rank] - start
+        out = torch.empty_like(mean) if out is None else out
+        ops_for(mean, *states).update(own, mean, step, states, self.last, self.decay, hyper, out)
+        return out
 
     def scatter(self, values: Tensor, dense: bool) -> None:
         """Write the gathered new parameters (W, K), model dtype, into the replica."""
@@ -110,10 +94,27 @@ class ScapeGroup:
 
     def select(self, step: int) -> Tensor:
         """(K,) int64: the elements of this owner's partition that should be sent next."""
+        return select(self._known(), step, self._beta1, self.layout.kept, self.options)
+
+    def encode_next_mask(
+        self,
+        step: int,
+        out: Tensor,  # (nbytes,) uint8, written
+    ) -> None:
+        """Select, and write the mask as it travels; block selection does both in one pass."""
+        if self.code.kind == "offset":
+            ops_for(out).block_top_k(self._known(), step, self._beta1, self.code, out)
+        else:
+            encode_mask(self.select(step), self.code, out)
+
+    def _known(self) -> Moments:
         start = self.rank * self.layout.partition_size
         own = self.residual[start : start + self.layout.partition_size]
-        moments = Moments(gradient=own, exp_avg=self.moments["exp_avg"], last=self.last)
-        return select(moments, step, self.hyper_group["betas"][0], self.layout.kept, self.options)
+        return Moments(gradient=own, exp_avg=self.moments["exp_avg"], last=self.last)
+
+    @property
+    def _beta1(self) -> float:
+        return self.hyper_group["betas"][0]
 
     def use_masks(self, index: Tensor | None) -> None:
         """Put the masks of all owners, (W, K) int64 within each partition, to use from the next pack on."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed_scape.adams import delay_tables
 from deepspeed_scape.config import ScapeOptions
-from deepspeed_scape.kernels import loops_for
+from deepspeed_scape.kernels import loops_for, ops_for
 from deepspeed_scape.layout import kept_of
 from deepspeed_scape.residual import CHUNK, chunks
 
@@ -73,7 +73,7 @@ def select(moments: Moments, step: int, beta1: float, kept: int, options: ScapeO
         return select_block(pending_moment(moments, step, beta1), options.block_size, options.density)
     size = moments.last.numel()
     if moments.last.device.type != "cpu" or kept * 4 >= size or size <= SAMPLE:
-        return select_top(pending_moment(moments, step, beta1), kept)
+        return ops_for(moments.last).top_k(moments, step, beta1, kept, options.seed)
     return _select_sampled(moments, step, beta1, kept, options.seed)
 
 
@@ -81,8 +81,14 @@ def select_top(score: Tensor, kept: int) -> Tensor:
     """The K largest of (S,) scores, ties by the lowest index: (K,) int64 ascending. The reference selection."""
     if kept == 0:
         return torch.empty(0, dtype=torch.int64, device=score.device)
+    score = infinite_if_nan(score)
     smallest = torch.topk(score, kept, sorted=False).values.min()
     return _above_and_ties(score, smallest, kept)
+
+
+def infinite_if_nan(score: Tensor) -> Tensor:
+    """What is not a number has no order; as infinity it is sent, and seen, at the next step."""
+    return score.nan_to_num(torch.inf, torch.inf)
 
 
 def _above_and_ties(score: Tensor, smallest: Tensor, kept: int) -> Tensor:
@@ -164,11 +170,17 @@ def select_block(score: Tensor, block_size: int, density: float) -> Tensor:
 
     The last block may be shorter; it keeps its own share, at least one element.
     """
+    tail_kept = kept_of(score.numel() % block_size, density)
+    return top_of_blocks(score, block_size, kept_of(block_size, density), tail_kept)
+
+
+def top_of_blocks(score: Tensor, block_size: int, kept: int, tail_kept: int) -> Tensor:
+    """The top ``kept`` of every block of (S,) scores and the top ``tail_kept`` of a shorter last one: (K,) int64."""
+    score = infinite_if_nan(score)
     full = score.numel() // block_size * block_size
-    parts = [_top_of_rows(score[:full].view(-1, block_size), kept_of(block_size, density))]
+    parts = [_top_of_rows(score[:full].view(-1, block_size), kept)]
     if full < score.numel():
-        tail = score.numel() - full
-        parts.append(_top_of_rows(score[full:].view(1, tail), kept_of(tail, density)) + full)
+        parts.append(_top_of_rows(score[full:].view(1, -1), tail_kept) + full)
     return torch.cat(parts)
 
 

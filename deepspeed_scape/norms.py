@@ -38,14 +38,28 @@ class GradientNorms:
         self.signal_share = 1.0  # rho
         self._noted: tuple[Tensor, ...] | None = None  # of the step before, this rank's part
 
-    def agree(self, local: list[Tensor], exchange: Exchange, device: torch.device) -> None:
-        """Sum ||g_i||^2 over the ranks, and with it the noise terms of the step before: one all-reduce, one sync."""
-        terms = torch.zeros(3, dtype=torch.float64, device=device)
+    def agree(
+        self,
+        local: list[Tensor],  # 0-dim fp64 on ``device``: ||g_i||^2 of each parameter group
+        exchange: Exchange,
+        device: torch.device,
+        mask_faults: Tensor | None = None,  # (1,) int32: what a GPU found wrong with the masks it has decoded
+    ) -> None:
+        """Sum ||g_i||^2 over the ranks, and with it what else the host must learn: one all-reduce, one wait.
+
+        Raises:
+            RuntimeError: a gathered mask was damaged, on any rank; all ranks raise together.
+        """
+        terms = torch.zeros(4, dtype=torch.float64, device=device)
         for part in local:
-            terms[0] += part.to(device)
+            terms[0] += part
         if self._noted is not None:
             terms[1], terms[2] = self._noted
-        total, mean_square, sum_square = exchange.sum_scalars(terms).tolist()
+        if mask_faults is not None:
+            terms[3:] = mask_faults
+        total, mean_square, sum_square, faults = exchange.sum_scalars(terms).tolist()
+        if faults:
+            raise RuntimeError("a gathered mask was damaged: it did not hold K elements inside the partition")
         self.rms = math.sqrt(total / self.world_size) if math.isfinite(total) else math.inf
         if self._noted is not None and sum_square > 0 and math.isfinite(sum_square):
             share = mean_square / (sum_square / self.world_size)

@@ -5,12 +5,12 @@ Letters: P flat elements of one parameter group, W ranks, K elements kept of eac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed_scape.kernels import loops_for
+from deepspeed_scape.kernels import ops_for
 
 CHUNK = 65536  # elements; on a CPU a pass in pieces of this size finds its buffers in the L2 cache
 
@@ -22,43 +22,27 @@ def chunks(count: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def sum_squares(grads: Iterable[Tensor]) -> Tensor:
+def sum_squares(grads: Iterable[Tensor], device: torch.device | None = None) -> Tensor:
     """Sum of ||g||^2 over local gradients of any float dtype, as a 0-dim fp64 tensor; not finite if any element is not.
 
-    Pieces are summed in fp32 and their sums in fp64. A piece of finite values too large for fp32 squares is done again
-    in fp64, so that only a real inf or nan can cause a skipped step.
+    Args:
+        grads: all on one device.
+        device: where the zero lies that no gradients give; the CPU if not said.
     """
-    total: Tensor | None = None
-    for grad in grads:
-        flat = grad.reshape(-1)
-        for piece in chunks(flat.numel(), flat.device):
-            part = _sum_squares_piece(flat[piece])
-            total = part if total is None else total.add_(part)
-    return torch.zeros((), dtype=torch.float64) if total is None else total
-
-
-def _sum_squares_piece(values: Tensor) -> Tensor:
-    if values.device.type != "cpu":
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    values = values.float()
-    part = torch.dot(values, values).double()
-    return part if torch.isfinite(part) else torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    some = list(grads)
+    if not some:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return ops_for(*some).sum_squares(some)
 
 
 def accumulate(
     residual: Tensor,  # (P,) fp32 or bf16, updated
-    grad: Tensor,  # (n,) any float dtype, one parameter's gradient
-    start: int,  # where the parameter begins in the flat buffer
-    scale: float | Tensor,  # clip coefficient / loss scale
+    grads: Sequence[Tensor],  # any float dtype, the local gradients of some parameters
+    starts: Sequence[int],  # where each parameter begins in the flat buffer
+    scale: float,  # clip coefficient / loss scale
 ) -> None:
-    """Add one scaled local gradient to the residual, in place and without a temporary of its size."""
-    flat = grad.reshape(-1)
-    for piece in chunks(flat.numel(), flat.device):
-        target = residual[start + piece.start : start + piece.stop]
-        if target.dtype == torch.float32:
-            target.add_(flat[piece].float(), alpha=float(scale))
-        else:  # a bf16 residual rounds once, after an fp32 sum
-            target.copy_(torch.add(target.float(), flat[piece].float(), alpha=float(scale)))
+    """Add scaled local gradients to the residual, in place and without a temporary of their size."""
+    ops_for(residual, *grads).accumulate(residual, grads, starts, scale)
 
 
 def pack(
@@ -67,14 +51,7 @@ def pack(
     out: Tensor,  # (W, K) value dtype, written: what this rank sends to each owner
 ) -> None:
     """Take the masked entries out of the residual, leaving zeros."""
-    if position is None:
-        out.copy_(residual.view(out.shape))
-        residual.zero_()
-    elif (loops := loops_for(residual, position)) and residual.dtype == out.dtype == torch.float32:
-        loops.pack(residual.numpy(), position.numpy(), out.numpy())
-    else:
-        out.copy_(residual.index_select(0, position).view(out.shape))
-        residual.index_fill_(0, position, 0.0)
+    ops_for(residual, out).pack(residual, position, out)
 
 
 def scatter_params(
@@ -83,7 +60,4 @@ def scatter_params(
     values: Tensor,  # (W, K) model dtype: the new parameters of every owner
 ) -> None:
     """Write the gathered parameters into the replica; the model's parameters are views into it."""
-    if position is None:
-        flat.copy_(values.reshape(-1))
-    else:
-        flat.index_copy_(0, position, values.reshape(-1))
+    ops_for(flat, values).scatter_params(flat, position, values)

@@ -195,8 +195,9 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _measure_gradients(self, scale: float) -> None:
         """The one scalar all-reduce: the inf/nan verdict, the RMS norm, and the noise terms of the step before."""
-        local = [sum_squares(grad for grad in grads if grad is not None) for grads in self._local_gradients()]
-        self.norms.agree(local, self.exchange, self.scape_groups[0].flat.device)
+        device = self.scape_groups[0].flat.device
+        local = [sum_squares([g for g in grads if g is not None], device) for grads in self._local_gradients()]
+        self.norms.agree(local, self.exchange, device, self.wire.mask_faults)
         self.norms.judge(self.clip_grad, scale)
         self.overflow = not self.norms.finite
         self.stopwatch.lap("norm")
@@ -214,7 +215,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def _update_and_gather(self, means: list[Tensor], step: int, dense: bool) -> None:
         own, parts = self.wire.param_buffer(dense)
         for group, mean, part in zip(self.scape_groups, means, parts, strict=True):
-            part.copy_(group.update(mean, step, dense))
+            group.update(mean, step, dense, part)
         self.stopwatch.lap("update")
         gathered = self.exchange.gather_params(own)
         self.stopwatch.lap("gather")
@@ -224,17 +225,16 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _start_mask(self, step: int) -> None:
         """Score and select on the owner, and start the gather that the next step waits for."""
-        own = self.wire.encode_masks([group.select(step) for group in self.scape_groups])
+        own = self.wire.encode_next_masks(step)
         self.stopwatch.lap("select")
-        self.exchange.start_mask_gather(own)
+        self.exchange.start_mask_gather(own, self.wire.decode_masks)
         if not self.exchange.overlap:
             self.finish_mask()
 
     def finish_mask(self) -> None:
         """Wait for the mask gather in flight, if any, and put the masks to use."""
         if self.exchange.mask_in_flight:
-            masks = self.wire.decode_masks(self.exchange.wait_mask())
-            for group, index in zip(self.scape_groups, masks, strict=True):
+            for group, index in zip(self.scape_groups, self.exchange.wait_mask(), strict=True):
                 group.use_masks(index)
 
     def _take_mask(self, step: int) -> None:

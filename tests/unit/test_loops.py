@@ -5,18 +5,17 @@ import pytest
 import torch
 
 from deepspeed_scape import kernels
+from deepspeed_scape.kernels import cpu, naive
 from deepspeed_scape.mask import _candidates, _candidates_by_torch
-from deepspeed_scape.residual import pack
 from tests.unit.test_mask import moments
 from tests.unit.test_parts import group
-
-WITHOUT = {"group": "deepspeed_scape.group.loops_for", "residual": "deepspeed_scape.residual.loops_for"}
 
 
 def test_the_loops_are_in_use_here() -> None:
     assert kernels.loops_for(torch.zeros(1)) is not None  # numba is in the [test] extra
     assert kernels.loops_for(torch.zeros(4, 4).t()) is None
     assert kernels.loops_for(torch.zeros(1, device="meta")) is None
+    assert kernels.ops_for(torch.zeros(1)) is cpu and kernels.ops_for(torch.zeros(1, device="meta")) is naive
 
 
 @pytest.mark.parametrize("step", [90, 70_000], ids=["usual", "longer-than-the-tables"])
@@ -38,14 +37,13 @@ def test_too_many_candidates_are_told(capacity: int) -> None:
     assert _candidates(moments(5000), 90, 0.9, 0.0, capacity)[0].size == 0
 
 
-def test_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack() -> None:
     residual = torch.randn(3000)
     twin = residual.clone()
     position = torch.cat([torch.randperm(1500)[:40].sort().values + 1500 * rank for rank in range(2)])
     wide, wide_twin = torch.zeros(2, 50), torch.zeros(2, 50)
-    pack(residual, position, wide[:, 3:43])
-    monkeypatch.setattr(WITHOUT["residual"], lambda *_: None)
-    pack(twin, position, wide_twin[:, 3:43])
+    cpu.pack(residual, position, wide[:, 3:43])
+    naive.pack(twin, position, wide_twin[:, 3:43])
     assert torch.equal(residual, twin) and torch.equal(wide, wide_twin)
 
 
@@ -62,7 +60,7 @@ def test_update(normalizer: str, weight_decay: float, monkeypatch: pytest.Monkey
         for one in (loop, twin):
             one.use_masks(index)
             if one is twin:
-                monkeypatch.setattr(WITHOUT["group"], lambda *_: None)
+                monkeypatch.setattr("deepspeed_scape.group.ops_for", lambda *_: naive)
             results.append(one.update(mean, step, dense=False))
             monkeypatch.undo()
         assert torch.allclose(*results, rtol=2e-6, atol=2e-6)

@@ -17,15 +17,15 @@ def test_accumulate_adds_the_scaled_gradient_in_its_place(size: int, dtype: torc
     grad = torch.randn(size).to(dtype)
     expected = residual.clone()
     expected[4 : 4 + size] += grad.float() * 0.25
-    accumulate(residual, grad.view(size, 1), 4, 0.25)
+    accumulate(residual, [grad.view(size, 1)], [4], 0.25)
     assert torch.equal(residual, expected)
 
 
 def test_a_bf16_residual_rounds_the_sum_once() -> None:
     residual = torch.full((3,), 256.0, dtype=torch.bfloat16)
-    accumulate(residual, torch.full((3,), 3.0), 0, 0.5)
+    accumulate(residual, [torch.full((3,), 3.0)], [0], 0.5)
     assert residual.tolist() == [258.0] * 3  # 257.5 is nearest to 258 in bf16; rounding 1.5 first would give 258 too
-    accumulate(residual, torch.full((3,), 0.9), 0, 1.0)
+    accumulate(residual, [torch.full((3,), 0.9)], [0], 1.0)
     assert residual.tolist() == [258.0] * 3
 
 

@@ -1,0 +1,79 @@
+"""The CPU form: the compiled loops of ``loops`` where numba is installed and takes the dtypes, else the torch twins.
+
+The exact top-K of a large partition is ``mask.select``'s own affair: it ranks few candidates instead of S scores.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepspeed_scape.adams import Hyper, delay_tables, ema_scale, momentum_sum
+from deepspeed_scape.decay import DecayHistory
+from deepspeed_scape.encoding import MaskCode
+from deepspeed_scape.kernels import loops_for, naive
+from deepspeed_scape.kernels.naive import accumulate, block_top_k, scatter_params, sum_squares, top_k
+
+__all__ = [
+    "accumulate",
+    "block_top_k",
+    "decode_masks",
+    "encode_mask",
+    "pack",
+    "scatter_params",
+    "sum_squares",
+    "top_k",
+    "update",
+]
+
+
+def pack(residual: Tensor, position: Tensor | None, out: Tensor) -> None:
+    fits = position is not None and residual.dtype == out.dtype == torch.float32
+    if fits and (loops := loops_for(residual, position)):  # type: ignore[arg-type]
+        loops.pack(residual.numpy(), position.numpy(), out.numpy())  # type: ignore[union-attr]
+    else:
+        naive.pack(residual, position, out)
+
+
+def update(
+    own: Tensor | None,
+    mean: Tensor,
+    step: int,
+    states: tuple[Tensor, Tensor, Tensor],
+    last: Tensor,
+    decay: DecayHistory,
+    hyper: Hyper,
+    out: Tensor,
+) -> None:
+    loops = None if own is None else loops_for(own, mean, *states, last)
+    if loops is None:
+        naive.update(own, mean, step, states, last, decay, hyper, out)
+        return
+    tables = delay_tables(hyper.beta1, hyper.beta2, step, mean.device)
+    new = out if out.dtype == torch.float32 and out.is_contiguous() else torch.empty_like(mean)
+    loops.update(
+        *(tensor.numpy() for tensor in (own, mean)),  # type: ignore[union-attr]
+        step,
+        *(tensor.numpy() for tensor in (*states, last, tables.forgotten, tables.keep)),
+        decay.products().numpy(),
+        *(np.float32(x) for x in (hyper.lr, hyper.eps, momentum_sum(hyper.beta1), hyper.beta2)),
+        np.float32(ema_scale(hyper.beta1, hyper.beta2)),
+        hyper.normalizer == "ema",
+        new.numpy(),
+    )
+    if new is not out:
+        out.copy_(new)
+
+
+def encode_mask(index: Tensor, code: MaskCode, out: Tensor) -> None:
+    loops = loops_for(index, out) if code.kind == "delta" else None
+    loops.encode_delta(index.numpy(), out.numpy()) if loops else naive.encode_mask(index, code, out)
+
+
+def decode_masks(encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:
+    if code.kind != "delta" or encoded.stride(1) != 1 or not (loops := loops_for(encoded[0])):
+        return naive.decode_masks(encoded, code, faults)
+    index = torch.empty(encoded.shape[0], code.kept, dtype=torch.int64)
+    found = loops.decode_delta(encoded.numpy(), index.numpy())
+    return index if found == index.numel() else index.new_empty(found)

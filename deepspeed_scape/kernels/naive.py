@@ -1,0 +1,169 @@
+"""Plain torch: the specification of every kernel, and the path of a device that has no other.
+
+In place and in pieces on a CPU, so that no temporary is of size P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from deepspeed_scape.adams import Hyper, owner_update
+from deepspeed_scape.decay import DecayHistory
+from deepspeed_scape.encoding import ESCAPE, MaskCode
+from deepspeed_scape.mask import Moments, pending_moment, select_top, top_of_blocks
+from deepspeed_scape.residual import chunks
+
+
+def sum_squares(grads: Sequence[Tensor]) -> Tensor:
+    """Pieces are summed in fp32 and their sums in fp64.
+
+    A piece of finite values too large for fp32 squares is done again in fp64, so that only a real inf or nan can cause
+    a skipped step.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    for grad in grads:
+        flat = grad.reshape(-1)
+        for piece in chunks(flat.numel(), flat.device):
+            total += _sum_squares_piece(flat[piece])
+    return total
+
+
+def _sum_squares_piece(values: Tensor) -> Tensor:
+    if values.device.type != "cpu":
+        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    values = values.float()
+    part = torch.dot(values, values).double()
+    return part if torch.isfinite(part) else torch.linalg.vector_norm(values, dtype=torch.float64).square()
+
+
+def accumulate(
+    residual: Tensor,  # (P,) fp32 or bf16, updated
+    grads: Sequence[Tensor],  # any shapes and float dtypes
+    starts: Sequence[int],  # where each begins in the residual
+    scale: float,  # clip coefficient / loss scale
+) -> None:
+    """Add scaled local gradients to the residual, in place and without a temporary of their size."""
+    for grad, start in zip(grads, starts, strict=True):
+        flat = grad.reshape(-1)
+        for piece in chunks(flat.numel(), flat.device):
+            target = residual[start + piece.start : start + piece.stop]
+            if target.dtype == torch.float32:
+                target.add_(flat[piece].float(), alpha=scale)
+            else:  # a bf16 residual rounds once, after an fp32 sum
+                target.copy_(torch.add(target.float(), flat[piece].float(), alpha=scale))
+
+
+def pack(
+    residual: Tensor,  # (P,) fp32 or bf16; the packed entries become 0
+    position: Tensor | None,  # (W*K,) int64 places in the flat buffer, rank by rank; None takes all
+    out: Tensor,  # (W, K) value dtype, written, may be a slice of wider rows
+) -> None:
+    if position is None:
+        out.copy_(residual.view(out.shape))
+        residual.zero_()
+    else:
+        out.copy_(residual.index_select(0, position).view(out.shape))
+        residual.index_fill_(0, position, 0.0)
+
+
+def update(
+    own: Tensor | None,  # (K,) int64: the mask; None for all S
+    mean: Tensor,  # (K,) fp32
+    step: int,
+    states: tuple[Tensor, Tensor, Tensor],  # weight, exp_avg, exp_avg_sq (S,) fp32, updated
+    last: Tensor,  # (S,) int32, updated
+    decay: DecayHistory,
+    hyper: Hyper,
+    out: Tensor,  # (K,) any float dtype, written: the new weights
+) -> None:
+    at = [state if own is None else state.index_select(0, own) for state in (*states, last)]
+    delay = at[3].to(torch.float32).neg_().add_(step)
+    updated = owner_update(mean, delay, at[0], at[1], at[2], at[3] == 0, decay.since(at[3]), hyper)
+    for state, new in zip(states, updated, strict=True):
+        state.copy_(new) if own is None else state.index_copy_(0, own, new)
+    last.fill_(step) if own is None else last.index_fill_(0, own, step)
+    out.copy_(updated[0])
+
+
+def scatter_params(
+    flat: Tensor,  # (P,) model dtype, this rank's replica, updated
+    position: Tensor | None,  # (W*K,) int64; None for a dense step
+    values: Tensor,  # (W, K) model dtype, may be a slice of wider rows
+) -> None:
+    if position is None:
+        flat.copy_(values.reshape(-1))
+    else:
+        flat.index_copy_(0, position, values.reshape(-1))
+
+
+def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
+    """The definition; it needs a buffer of S scores, and waits for the device to learn that there are K of them."""
+    return select_top(pending_moment(moments, step, beta1), kept)
+
+
+def block_top_k(
+    moments: Moments,
+    step: int,
+    beta1: float,
+    code: MaskCode,
+    out: Tensor,  # (nbytes,) uint8, written
+) -> None:
+    tail_kept = code.kept - code.size // code.block_size * code.block_kept
+    index = top_of_blocks(pending_moment(moments, step, beta1), code.block_size, code.block_kept, tail_kept)
+    encode_mask(index, code, out)
+
+
+def encode_mask(
+    index: Tensor,  # (K,) int64 ascending in [0, S)
+    code: MaskCode,
+    out: Tensor,  # (nbytes,) uint8, written
+) -> None:
+    if code.kind == "delta":
+        gap = torch.diff(index, prepend=index.new_full((1,), -1)).sub_(1)
+        escapes = gap // ESCAPE
+        place = escapes.cumsum(0).add_(torch.arange(index.numel(), device=index.device))
+        out.fill_(ESCAPE)
+        out[place] = (gap - escapes * ESCAPE).to(torch.uint8)
+    elif code.kind == "bitmap":
+        bits = torch.zeros(code.nbytes * 8, dtype=torch.uint8, device=index.device)
+        bits[index] = 1
+        out.copy_((bits.view(-1, 8) << _bit_places(index.device)).sum(1, dtype=torch.uint8))
+    else:
+        offset = index % code.block_size
+        out[: code.kept].copy_(offset & 255)
+        if out.numel() > code.kept:
+            out[code.kept :].copy_(offset >> 8)
+
+
+def decode_masks(
+    encoded: Tensor,  # (W, nbytes) uint8: the masks of every owner
+    code: MaskCode,
+    faults: Tensor,  # not used: the shape or the indices tell
+) -> Tensor:  # (W, K) int64 ascending in each row; (n,) where n is not W*K
+    if code.kind == "delta":
+        taken = encoded != ESCAPE
+        index = (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
+    elif code.kind == "bitmap":
+        bits = (encoded.unsqueeze(2) >> _bit_places(encoded.device)) & 1
+        index = bits.view(encoded.shape[0], -1).nonzero()[:, 1]
+    else:
+        index = _decode_offset(encoded, code)
+    whole = index.numel() == encoded.shape[0] * code.kept
+    return index.view(encoded.shape[0], code.kept) if whole else index
+
+
+def _decode_offset(encoded: Tensor, code: MaskCode) -> Tensor:
+    offset = encoded[:, : code.kept].to(torch.int64)
+    if encoded.shape[1] > code.kept:
+        offset += encoded[:, code.kept :].to(torch.int64) << 8
+    block = torch.arange(code.kept, device=encoded.device) // max(code.block_kept, 1)
+    # the tail block may keep more or fewer than the others: all beyond the full blocks belong to it
+    block.clamp_(max=code.size // code.block_size)
+    return offset + block * code.block_size
+
+
+def _bit_places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

@@ -1,0 +1,50 @@
+"""Take the masked entries out of the residual, leaving zeros.
+
+    out[w, k] = residual[position[w K + k]];  residual[...] = 0
+
+Floor, bytes for each of W K entries: 8 (position) + e_out + two sectors of 32 bytes (read and write); or 2 e_r P where
+that is less (from about 10% on nearly every sector of the residual is met). Positions ascend, so the lanes of a warp
+share sectors and neighbouring programs share cache lines.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed_scape.kernels.launch import blocks, on_its_device
+
+BLOCK = 1024
+
+
+@triton.jit
+def _pack(
+    residual,  # (P,) fp32 or bf16, updated
+    position,  # (W*K,) int64
+    out,  # (W, K) fp32 or bf16, rows row_stride apart
+    kept,  # K
+    row_stride,
+    DENSE: tl.constexpr,  # everything: position is not read
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < kept
+    if DENSE:
+        place = row * kept + k
+    else:
+        place = tl.load(position + row * kept + k, mask=inside, other=0)
+    value = tl.load(residual + place, mask=inside, other=0.0)
+    tl.store(out + row * row_stride + k, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(residual + place, tl.zeros([BLOCK], residual.dtype.element_ty), mask=inside)
+
+
+@on_its_device
+def pack(residual: Tensor, position: Tensor | None, out: Tensor) -> None:
+    world, kept = out.shape
+    if out.numel():
+        dense = position is None
+        _pack[(blocks(kept, BLOCK), world)](
+            residual, residual if dense else position, out, kept, out.stride(0), DENSE=dense, BLOCK=BLOCK, num_warps=4
+        )
