@@ -52,14 +52,14 @@ def _stream(
     at = tl.multiple_of(tl.load(begin + chunk), BLOCK)
     count = tl.load(counts + which)
     start = tl.load(starts + which)
-    address = tl.load(addresses + which)
+    gradient = tl.load(addresses + which).to(tl.pointer_type(GRAD))
     if ALIGNED:
         count = tl.multiple_of(count, 8)
         start = tl.multiple_of(start, 8)
-        address = tl.multiple_of(address, 16)
+        gradient = tl.multiple_of(gradient, 16)
     offset = at + tl.arange(0, BLOCK)
     inside = offset < count
-    grad = tl.load(address.to(tl.pointer_type(GRAD)) + offset, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + offset, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         place = residual + start + offset
         total = tl.load(place, mask=inside, other=0.0).to(tl.float32)

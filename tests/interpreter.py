@@ -1,0 +1,26 @@
+"""Mend what Triton's interpreter does otherwise than every GPU: it cuts fp32 off to bf16 instead of rounding it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def mend() -> None:
+    """Round fp32 to bf16 to nearest even, as `cvt.rn.bf16.f32` and torch do."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    stock = interpreter._convert_float
+
+    def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source == tl.float32 and target == tl.bfloat16:
+            single = np.ascontiguousarray(values).view(np.float32)
+            return torch.from_numpy(single.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        if source == tl.bfloat16 and target == tl.float32:
+            return np.ascontiguousarray(values).view(np.uint16).astype(np.uint32) << 16
+        return stock(values, source, target, rounding)
+
+    interpreter._convert_float = convert

@@ -1,0 +1,74 @@
+"""Every kernel compiled for GPUs that are not here: no register spills, wide loads, no fused arithmetic in a score."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton on this platform")
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
+
+# loads of 16 bytes that a thread makes at least, in passes over contiguous memory: all arrays of 4-byte elements, and
+# 2-byte gradients where a program's share is large enough
+WIDE = {
+    "accumulate._stream[g-bf16]": 3,
+    "accumulate._stream[g-bf16-squares]": 1,
+    "accumulate._stream[g-bf16-squares-both]": 3,
+    "accumulate._stream[g-fp32]": 4,
+    "accumulate._stream[g-fp32-squares]": 2,
+    "pack._pack[dense]": 1,
+    "update._update[ema-dense]": 5,
+    "update._update[adams-dense]": 4,
+    "top_k._collect[r-fp32]": 6,
+    "top_k._collect[r-bf16]": 5,
+    "block_top_k._block_top_k[r-fp32-B200]": 3,
+    "block_top_k._block_top_k[r-fp32-B1000]": 3,
+    "block_top_k._block_top_k[r-fp32-B4000]": 6,
+    "mask_code._write_delta[delta]": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """What came out, by kernel and target."""
+    cache = tmp_path_factory.mktemp("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.compile_kernels", *TARGETS]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {(row["kernel"], row["target"]): row for row in rows}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_everything_compiles_without_spills(compiled: dict[tuple[str, str], dict[str, Any]], target: str) -> None:
+    rows = {kernel: row for (kernel, its), row in compiled.items() if its == target}
+    wrong = {kernel: row for kernel, row in rows.items() if "error" in row or row["spills"]}
+    assert len(rows) >= 40 and not wrong, wrong
+    assert {kernel.split("._")[0] for kernel in rows} == {
+        "accumulate", "block_top_k", "mask_code", "pack", "scatter", "top_k", "update"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_contiguous_passes_load_16_bytes_at_a_time(
+    compiled: dict[tuple[str, str], dict[str, Any]], target: str
+) -> None:
+    got = {kernel: compiled[kernel, target]["wide_loads"] for kernel in WIDE}
+    assert {kernel: n for kernel, n in got.items() if n < WIDE[kernel]} == {}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_score_is_two_products_and_a_sum(compiled: dict[tuple[str, str], dict[str, Any]], target: str) -> None:
+    """One fused multiply-add and the mask would be another than the CPU's."""
+    scores = ("top_k._collect", "top_k._sample", "block_top_k.")
+    rows = {kernel: row for (kernel, its), row in compiled.items() if its == target and kernel.startswith(scores)}
+    assert len(rows) >= 12 and not {kernel: row["fused"] for kernel, row in rows.items() if row["fused"]}
