@@ -85,11 +85,21 @@ def decode_masks(
         return torch.empty(encoded.shape[0], 0, dtype=torch.int64, device=encoded.device)
     if faults is None:
         faults = torch.zeros(1, dtype=torch.int32, device=encoded.device)
-    index = ops_for(encoded).decode_masks(encoded, code, faults)
-    if index.numel() != encoded.shape[0] * code.kept:
-        raise RuntimeError(
-            f"a gathered mask holds {index.numel()} elements in all, not {encoded.shape[0]} x {code.kept}"
-        )
-    if index.device.type == "cpu" and int(index.max()) >= code.size:
+    return ops_for(encoded).decode_masks(encoded, code, faults)
+
+
+def check_masks(
+    index: Tensor,  # (n,) int64: what was read, W*K if all is well
+    world: int,
+    code: MaskCode,
+) -> Tensor:  # (W, K)
+    """Refuse what is not W masks of K elements inside the partition.
+
+    Raises:
+        RuntimeError: see :func:`decode_masks`.
+    """
+    if index.numel() != world * code.kept:
+        raise RuntimeError(f"a gathered mask holds {index.numel()} elements in all, not {world} x {code.kept}")
+    if index.numel() and int(index.max()) >= code.size:
         raise RuntimeError(f"a gathered mask holds element {int(index.max())} of a partition of {code.size}")
-    return index
+    return index.view(world, code.kept)

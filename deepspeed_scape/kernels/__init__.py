@@ -30,7 +30,7 @@ logger = logging.getLogger("deepspeed_scape")
 class Ops(Protocol):
     """What every form offers. Letters as in DESIGN: P flat elements, W ranks, S = P/W, K kept of each partition.
 
-    None waits for the device. All tensors of a call are on one device.
+    No Triton kernel waits for the device. All tensors of a call are on one device.
     """
 
     def sum_squares(self, grads: Sequence[Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class Ops(Protocol):
     def decode_masks(self, encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:
         """(W, nbytes) uint8, rows may be apart, to (W, K) int64 ascending.
 
-        A damaged mask gives another shape or an index beyond the partition, or adds to ``faults`` (1,) int32.
+        A damaged mask raises RuntimeError, or adds to ``faults`` (1,) int32 where that would wait for the device.
         """
 
 

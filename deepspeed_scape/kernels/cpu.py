@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed_scape.adams import Hyper, delay_tables, ema_scale, momentum_sum
 from deepspeed_scape.decay import DecayHistory
-from deepspeed_scape.encoding import MaskCode
+from deepspeed_scape.encoding import MaskCode, check_masks
 from deepspeed_scape.kernels import loops_for, naive
 from deepspeed_scape.kernels.naive import accumulate, block_top_k, scatter_params, sum_squares, top_k
 
@@ -76,4 +76,4 @@ def decode_masks(encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:
         return naive.decode_masks(encoded, code, faults)
     index = torch.empty(encoded.shape[0], code.kept, dtype=torch.int64)
     found = loops.decode_delta(encoded.numpy(), index.numpy())
-    return index if found == index.numel() else index.new_empty(found)
+    return check_masks(index if found == index.numel() else index.new_empty(found), encoded.shape[0], code)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from deepspeed_scape.adams import Hyper, owner_update
 from deepspeed_scape.decay import DecayHistory
-from deepspeed_scape.encoding import ESCAPE, MaskCode
+from deepspeed_scape.encoding import ESCAPE, MaskCode, check_masks
 from deepspeed_scape.mask import Moments, pending_moment, select_top, top_of_blocks
-from deepspeed_scape.residual import chunks
+from deepspeed_scape.residual import CHUNK, chunks
 
 
 def sum_squares(grads: Sequence[Tensor]) -> Tensor:
@@ -111,9 +111,22 @@ def block_top_k(
     code: MaskCode,
     out: Tensor,  # (nbytes,) uint8, written
 ) -> None:
-    tail_kept = code.kept - code.size // code.block_size * code.block_kept
-    index = top_of_blocks(pending_moment(moments, step, beta1), code.block_size, code.block_kept, tail_kept)
-    encode_mask(index, code, out)
+    size, block = code.size, code.block_size
+    tail_kept = code.kept - size // block * code.block_kept
+    longest = max(1, CHUNK // block) * block if out.device.type == "cpu" else max(1, -(-size // block)) * block
+    for start in range(0, size, longest):
+        piece = slice(start, min(start + longest, size))
+        score = pending_moment(moments[piece], step, beta1)
+        index = top_of_blocks(score, block, code.block_kept, tail_kept)
+        _write_offsets(index, code, out, start // block * code.block_kept)
+
+
+def _write_offsets(index: Tensor, code: MaskCode, out: Tensor, first: int = 0) -> None:
+    """Places in their blocks as bytes, the first of them at byte ``first``; a high plane follows the low one."""
+    offset = index % code.block_size
+    out[first : first + index.numel()].copy_(offset & 255)
+    if out.numel() > code.kept:
+        out[code.kept + first : code.kept + first + index.numel()].copy_(offset >> 8)
 
 
 def encode_mask(
@@ -132,17 +145,14 @@ def encode_mask(
         bits[index] = 1
         out.copy_((bits.view(-1, 8) << _bit_places(index.device)).sum(1, dtype=torch.uint8))
     else:
-        offset = index % code.block_size
-        out[: code.kept].copy_(offset & 255)
-        if out.numel() > code.kept:
-            out[code.kept :].copy_(offset >> 8)
+        _write_offsets(index, code, out)
 
 
 def decode_masks(
     encoded: Tensor,  # (W, nbytes) uint8: the masks of every owner
     code: MaskCode,
-    faults: Tensor,  # not used: the shape or the indices tell
-) -> Tensor:  # (W, K) int64 ascending in each row; (n,) where n is not W*K
+    faults: Tensor,  # not used: what is wrong raises here
+) -> Tensor:  # (W, K) int64 ascending in each row
     if code.kind == "delta":
         taken = encoded != ESCAPE
         index = (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
@@ -151,8 +161,7 @@ def decode_masks(
         index = bits.view(encoded.shape[0], -1).nonzero()[:, 1]
     else:
         index = _decode_offset(encoded, code)
-    whole = index.numel() == encoded.shape[0] * code.kept
-    return index.view(encoded.shape[0], code.kept) if whole else index
+    return check_masks(index.reshape(-1), encoded.shape[0], code)
 
 
 def _decode_offset(encoded: Tensor, code: MaskCode) -> Tensor:

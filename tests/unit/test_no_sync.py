@@ -1,0 +1,143 @@
+"""A step makes the host wait once, for the one scalar, and on a CPU makes nothing of the size of the model."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_scape import encoding, group, mask, residual
+from deepspeed_scape.kernels import loops, ops_for
+from tests import bare, interpreter
+from tests.spies import MemorySpy, SyncSpy
+
+CPU = torch.device("cpu")
+MODULES = (encoding, group, mask, residual)
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    bare.join_world_of_one(CPU)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def triton_path(monkeypatch: pytest.MonkeyPatch) -> SyncSpy:
+    """Steps take the Triton kernels, in the interpreter; a spy that does not look into the interpreter."""
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter as stock
+
+    from deepspeed_scape.kernels import gpu, top_k
+
+    interpreter.mend()
+    for module in MODULES:
+        monkeypatch.setattr(module, "ops_for", lambda *_: gpu)
+    for name, value in (("BLOCK", 64), ("SAMPLE", 32), ("ROWS", 2), ("COLS", 16), ("COPIES", 2)):
+        monkeypatch.setattr(top_k, name, value)
+    spy = SyncSpy()
+    run = stock.GridExecutor.__call__
+
+    def unwatched(self: Any, *args: Any, **kwargs: Any) -> None:
+        spy.paused = True
+        try:
+            run(self, *args, **kwargs)
+        finally:
+            spy.paused = False
+
+    monkeypatch.setattr(stock.GridExecutor, "__call__", unwatched)
+    return spy
+
+
+CASES = {
+    "partition": {"sparsity": 0.99},
+    "bitmap": {"sparsity": 0.8},
+    "block": {"sparsity": 0.9, "selection": "block", "block_size": 50},
+    "bf16": {"sparsity": 0.9, "residual_dtype": "bf16", "value_dtype": "bf16", "normalizer": "adams"},
+    "no-overlap": {"sparsity": 0.9, "overlap_comm": False},
+    "dense": {"sparsity": 0.0},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu asks the driver itself")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_a_step_waits_for_one_scalar(options: dict[str, Any], triton_path: SyncSpy) -> None:
+    optimizer = bare.build([[400, 37, 16], [129]], CPU, **options)
+    for step in range(1, 4):
+        bare.give_gradients(optimizer, step)
+        if step == 2:  # tables and samples are there; the mask of step 1 is in flight
+            with triton_path.watching():
+                optimizer.step()
+        else:
+            optimizer.step()
+    assert triton_path.seen > 50
+    assert dict(triton_path.found) == {"tolist": 1}
+    assert not optimizer.overflow and optimizer.applied_steps == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not on")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+def test_both_paths_train_the_same_model(options: dict[str, Any], triton_path: SyncSpy, monkeypatch: Any) -> None:
+    """Masks and visit times exactly, for three steps, an overflow among them; values to a few roundings."""
+    states = []
+    for ops in (None, ops_for):
+        if ops is not None:
+            for module in MODULES:
+                monkeypatch.setattr(module, "ops_for", ops)
+        optimizer = bare.build([[400, 37, 16], [129]], CPU, torch.float32, **options)
+        for step in range(1, 5):
+            bare.give_gradients(optimizer, step)
+            if step == 3:
+                optimizer.bit16_groups[0][0].grad_accum[7] = float("nan")
+            optimizer.step()
+            assert optimizer.overflow == (step == 3)
+        states.append(bare.state(optimizer))
+    for ours, twin in zip(*states, strict=True):
+        if ours.dtype.is_floating_point:
+            tolerance = 2**-7 if ours.dtype == torch.bfloat16 else 1e-5
+            assert torch.allclose(ours.float(), twin.float(), rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(ours, twin)
+
+
+def test_the_spy_sees_what_waits() -> None:
+    """The torch twin of the selection waits for the device: this is what the Triton one is there for."""
+    spy = SyncSpy()
+    with spy.watching():
+        mask.select_top(torch.rand(100), 5)
+        torch.rand(3)[torch.tensor([True, False, True])]
+        float(torch.rand(1))
+        torch.rand(2).tolist()
+    assert spy.found["nonzero"] == 1 and spy.found["index"] == 1 and spy.found["tolist"] == 1
+    assert spy.found["_local_scalar_dense"] == 1
+
+
+@pytest.mark.parametrize(
+    "options", [CASES["partition"], {"sparsity": 0.99, "selection": "block"}], ids=["partition", "block"]
+)
+def test_nothing_of_the_size_of_the_model_is_made_on_a_cpu(options: dict[str, Any]) -> None:
+    size = 1 << 21
+    optimizer = bare.build([[size // 2, size // 2 - 5, 5]], CPU, torch.float32, **options)
+    for step in (1, 2):
+        bare.give_gradients(optimizer, step)
+        if step == 1:
+            optimizer.step()
+    spy = MemorySpy(limit=size)  # a quarter of the residual
+    tracemalloc.start()  # numpy's arrays
+    with spy:
+        optimizer.step()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert spy.found == []
+    assert peak < size, peak
+
+
+def test_the_loops_are_not_parallel() -> None:
+    """One thread a rank: ranks share the cores already."""
+    for name in ("candidates", "decode_delta", "encode_delta", "pack", "update"):
+        assert not getattr(loops, name).targetoptions.get("parallel")
