@@ -3,12 +3,25 @@
 Importing the package makes ``"optimizer": {"type": "SCAPE", "params": {...}}`` known to DeepSpeed.
 """
 
+from importlib.util import find_spec
+
 from deepspeed_scape.adams import AdamS
 from deepspeed_scape.config import AdamSOptions, ScapeConfigError, ScapeOptions
 from deepspeed_scape.optimizer import Scape
-from deepspeed_scape.register import register
 
 __version__ = "0.1.0"
 __all__ = ["AdamS", "AdamSOptions", "Scape", "ScapeConfigError", "ScapeOptions", "register"]
 
-register()
+if find_spec("deepspeed") is not None:
+    from deepspeed_scape.register import register
+
+    register()
+else:  # kernels and pure functions serve without it, as on a machine that only measures them
+
+    def register() -> None:
+        """Not without DeepSpeed.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError("deepspeed is not installed. Remedy: pip install 'deepspeed>=0.16.9,<0.20'")

@@ -186,6 +186,12 @@ def top_of_blocks(score: Tensor, block_size: int, kept: int, tail_kept: int) -> 
 
 def _top_of_rows(rows: Tensor, kept: int) -> Tensor:
     """Flat indices of the top ``kept`` of each row of (N, B), row by row, ascending: (N*kept,) int64."""
-    order = torch.sort(rows, dim=1, descending=True, stable=True).indices[:, :kept]
-    order = order.sort(dim=1).values
-    return (order + torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1]).reshape(-1)
+    if kept == 0 or rows.numel() == 0:
+        return torch.empty(0, dtype=torch.int64, device=rows.device)
+    smallest = rows.topk(kept, dim=1, sorted=False).values.amin(1, keepdim=True)
+    chosen = rows >= smallest
+    if int(chosen.sum()) > rows.shape[0] * kept:  # equals of the smallest for which there is no room
+        chosen = rows > smallest
+        ties = rows == smallest
+        chosen |= ties & (ties.cumsum(1) <= kept - chosen.sum(1, keepdim=True))
+    return chosen.view(-1).nonzero().squeeze(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -15,8 +15,16 @@ def provenance() -> dict[str, str]:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "hardware": f"{os.cpu_count()} x {_processor()}",
-        **{name: version(name) for name in ("torch", "deepspeed")},
+        **{name: installed(name) for name in ("torch", "deepspeed")},
     }
+
+
+def installed(name: str) -> str:
+    """The version of a package, ``absent`` without it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
 
 
 def commit() -> str:

@@ -1,4 +1,7 @@
-"""Mend what Triton's interpreter does otherwise than every GPU: it cuts fp32 off to bf16 instead of rounding it."""
+"""Mend what Triton's interpreter does otherwise than every GPU.
+
+It cuts fp32 off to bf16 instead of rounding it; and before 3.9 it takes a scalar for no loop bound with a new numpy.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ def mend() -> None:
     from triton.runtime import interpreter
 
     stock = interpreter._convert_float
+    if stock.__name__ == "convert":
+        return
 
     def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         if source == tl.float32 and target == tl.bfloat16:
@@ -24,3 +29,10 @@ def mend() -> None:
         return stock(values, source, target, rounding)
 
     interpreter._convert_float = convert
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(np.ravel(self.handle.data)[0])
+
+    interpreter._patch_lang_tensor = patch_tensor

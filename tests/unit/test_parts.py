@@ -175,6 +175,23 @@ def test_registration_is_idempotent() -> None:
     assert torch.optim.SCAPE is torch.optim.Scape is Scape
 
 
+def test_kernels_serve_without_deepspeed() -> None:
+    """As on a machine that only measures them; what needs DeepSpeed says so."""
+    code = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "import torch, deepspeed_scape, deepspeed_scape.kernels.gpu, deepspeed_scape.buffers, evals.kernels\n"
+        "from deepspeed_scape.kernels import ops_for\n"
+        "print(float(ops_for(torch.ones(3)).sum_squares([torch.ones(3)])))\n"
+        "try: deepspeed_scape.register()\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [
+        "3.0", "deepspeed is not installed. Remedy: pip install 'deepspeed>=0.16.9,<0.20'"
+    ]  # fmt: skip
+
+
 def test_import_needs_neither_triton_nor_mpi4py_nor_wandb() -> None:
     """In a fresh interpreter where importing them fails, as where they are not installed."""
     code = (
