@@ -43,7 +43,7 @@ sizes=(10000000 100000000)
 export -n TRITON_INTERPRET
 # the table first: it is what the machine was lent for
 part table 90 "$python" -m evals.kernels --elements "${sizes[@]}" --seconds 0.1 --output "$out/kernels.csv"
-part kernels 100 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_kernels.py
+part kernels 100 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_kernels.py tests/unit/test_kernels_masks.py
 part gpu 60 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu
 part engine 40 "$python" -m evals.gpu_engine
 part two_ranks 40 "$python" -m evals.gpu_engine --ranks 2

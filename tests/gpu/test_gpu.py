@@ -1,6 +1,6 @@
 """What only a GPU can show: offsets beyond 32 bits, one wait a step by the driver's word, overlap, a CPU's bits.
 
-The kernels against their twins are in tests/unit/test_kernels.py, which takes the GPU where there is one.
+The kernels against their twins are in tests/unit/test_kernels*.py, which take the GPU where there is one.
 """
 
 from __future__ import annotations
