@@ -42,10 +42,10 @@ sizes=(10000000 100000000)
 [[ ${QUICK:-0} = 1 ]] || sizes+=(1000000000)
 export -n TRITON_INTERPRET
 # the table first: it is what the machine was lent for
-part table 90 "$python" -m evals.kernels --elements "${sizes[@]}" --seconds 0.1 --output "$out/kernels.csv"
-part kernels 100 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_kernels.py tests/unit/test_kernels_masks.py
-part gpu 60 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu
-part engine 40 "$python" -m evals.gpu_engine
-part two_ranks 40 "$python" -m evals.gpu_engine --ranks 2
+part table 85 "$python" -m evals.kernels --elements "${sizes[@]}" --seconds 0.1 --output "$out/kernels.csv"
+part kernels 95 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_kernels.py tests/unit/test_kernels_masks.py
+part gpu 50 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu
+part engine 35 "$python" -m evals.gpu_engine
+part two_ranks 30 "$python" -m evals.gpu_engine --ranks 2
 if ((${#failed[@]})); then echo "FAILED: ${failed[*]}"; exit 1; fi
 echo "all parts passed"
