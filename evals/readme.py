@@ -6,6 +6,7 @@ python -m evals.readme --check    # fails when the README says something else
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import sys
@@ -104,10 +105,36 @@ def overhead() -> str:
     return "\n".join(lines) + f"\n\n{note}"
 
 
+def kernels() -> str:
+    """Time of every kernel on a GPU, from evals.kernels; what is not measured is not there."""
+    path = RESULTS / "kernels_cuda.csv"
+    if not path.exists():
+        return "not measured on a GPU"
+    rows = list(csv.DictReader(path.open()))
+    lines = ["| kernel | elements | sparsity | ms | torch, ms | of the copy bandwidth |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row['kernel']} | {int(row['elements']):,} | {float(row['sparsity']):.0%} | {float(row['ms']):.3f} | "
+            f"{float(row['torch_ms']):.3f} | {float(row['copy_share']):.0%} |"
+        )
+    where = rows[0]
+    note = (
+        f"`python -m evals.kernels`, commit {where['commit']}, {where['date']}, {where['hardware']}, torch "
+        f"{where['torch']}, Triton {where['triton']}; copy at {where['copy_gb_s']} GB/s."
+    )
+    return "\n".join(lines) + f"\n\n{note}"
+
+
 def filled(text: str) -> str:
     """``text`` with every marked section replaced."""
-    sections = {"network": network, "first_result": first_result, "options": options_table, "overhead": overhead}
-    for name, content in ((name, make()) for name, make in sections.items()):
+    sections = {
+        "network": network(),
+        "first_result": first_result(),
+        "options": options_table(),
+        "overhead": overhead(),
+        "kernels": kernels(),
+    }
+    for name, content in sections.items():
         pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
         text = pattern.sub(lambda _, n=name, c=content: f"<!-- {n} -->\n{c}\n<!-- /{n} -->", text)
     return text

@@ -48,6 +48,8 @@ class Launches:
     def run(self, kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         arguments = dict(zip([p.name for p in kernel.params], args, strict=False)) | kwargs
         key = f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}[{self.label}]"
+        key += "-again" if arguments.get("AGAIN") else ""
+        key += f"-{arguments['LEVEL']}" if arguments.get("LEVEL") else ""
         self.seen.setdefault(key, (kernel, arguments))
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INFINITE = 0x7F800000  # the bits of inf; what is not a number counts as infinite too
-
 
 @triton.jit
 def score_key(
@@ -24,4 +22,4 @@ def score_key(
     moment = tl.load(share + delay, mask=mask, other=0.0) * gradient
     moment = moment + tl.load(moved + delay, mask=mask, other=0.0) * exp_avg
     bits = moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # the absolute value
-    return tl.where(mask, tl.minimum(bits, 0x7F800000), 0)
+    return tl.where(mask, tl.minimum(bits, 0x7F800000), 0)  # the bits of inf: what is not a number counts as infinite

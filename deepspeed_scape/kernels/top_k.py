@@ -2,7 +2,8 @@
 
     1. sample    the keys of random elements; a key of their order that lies ~4 standard deviations low is the threshold
     2. collect   every element at or above it, block by block, in order       12 S bytes, the only pass over S
-    3. again     with threshold 0, only where the sample misled and fewer than K were found (else it returns at once)
+    3. again     with threshold 0, where there was no sample or it misled and fewer than K were found (else each program
+                 returns at once)
     4. narrow    three histograms of 11 + 10 + 10 bits among the collected: the K-th largest key, and how many of its
                  equals fit
     5. write     counts of each block, their running sums, then the indices of the chosen
@@ -63,7 +64,7 @@ def _collect(
     kept,  # K
     step,
     largest,  # fp32, no less than any entry of moved
-    AGAIN: tl.constexpr,
+    AGAIN: tl.constexpr,  # with threshold 0
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0).to(tl.int64)
@@ -95,7 +96,7 @@ def _collect(
 def _narrow(
     keys,
     counts,
-    state,  # (4, 2) int64: before each level, the bits known so far and how many of those that share them to take
+    state,  # (4, 2) int64: before each level but the first, the bits known and how many that share them to take
     histogram,  # (COPIES, BINS) int32 zeros of this level, added to
     n_blocks,
     KNOWN: tl.constexpr,  # how far right the known bits lie
@@ -109,7 +110,7 @@ def _narrow(
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     count = tl.load(counts + row, mask=row < n_blocks, other=0)
-    known = tl.load(state + 2 * LEVEL)
+    known = tl.load(state + 2 * LEVEL) if LEVEL else 0
     mine = histogram + (tl.program_id(0) % COPIES) * BINS
     for start in range(0, tl.max(count, axis=0), COLS):
         col = start + tl.arange(0, COLS)
@@ -123,6 +124,7 @@ def _narrow(
 def _find_bin(
     histogram,  # (COPIES, BINS) int32
     state,  # (4, 2) int64; row LEVEL + 1 written
+    kept,  # K
     LEVEL: tl.constexpr,
     BITS: tl.constexpr,
     COPIES: tl.constexpr,
@@ -132,11 +134,12 @@ def _find_bin(
     height = tl.zeros([BINS], tl.int64)
     for copy in range(COPIES):
         height += tl.load(histogram + copy * BINS + bin).to(tl.int64)
-    wanted = tl.load(state + 2 * LEVEL + 1)
+    wanted = tl.load(state + 2 * LEVEL + 1) if LEVEL else kept
+    known = tl.load(state + 2 * LEVEL) << BITS if LEVEL else 0
     above = tl.sum(height, axis=0) - tl.cumsum(height, axis=0)
     here = (above < wanted) & (above + height >= wanted)
     digit = tl.sum(tl.where(here, bin.to(tl.int64), 0), axis=0)
-    tl.store(state + 2 * LEVEL + 2, (tl.load(state + 2 * LEVEL) << BITS) | digit)
+    tl.store(state + 2 * LEVEL + 2, known | digit)
     tl.store(state + 2 * LEVEL + 3, wanted - tl.sum(tl.where(here, above, 0), axis=0))
 
 
@@ -211,11 +214,11 @@ def _places(size: int, count: int, seed: int, device: torch.device) -> Tensor:
     return upload(torch.randint(size, (count,), generator=generator), device)
 
 
-def _threshold(arguments: tuple[Tensor, ...], size: int, step: int, kept: int, seed: int) -> Tensor:
-    """(1,) int32 key that nearly always at least K elements reach."""
+def _threshold(arguments: tuple[Tensor, ...], size: int, step: int, kept: int, seed: int) -> Tensor | None:
+    """(1,) int32 key that nearly always at least K elements reach; None where a sample would not pay."""
     gradient = arguments[0]
     if kept * 4 >= size or size <= 4 * SAMPLE:
-        return torch.zeros(1, dtype=torch.int32, device=gradient.device)
+        return None
     keys = torch.empty(SAMPLE, dtype=torch.int32, device=gradient.device)
     per_program = min(SAMPLE, 256)
     _sample[(SAMPLE // per_program,)](
@@ -235,18 +238,23 @@ def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Te
         return index
     tables = delay_tables(beta1, 0.0, step, device)
     arguments = (moments.gradient, moments.exp_avg, moments.last, tables.share, tables.moved)
-    threshold = _threshold(arguments, size, step, kept, seed)
     n_blocks = blocks(size, BLOCK)
     counts = torch.empty(n_blocks, dtype=torch.int32, device=device)
     keys = torch.empty(n_blocks * BLOCK, dtype=torch.int32, device=device)
     places = torch.empty(n_blocks * BLOCK, dtype=torch.int16, device=device)
-    total = threshold  # of no meaning in the first pass
-    for again in (False, True):
+    threshold = _threshold(arguments, size, step, kept, seed)
+    if threshold is None:
+        total = torch.zeros(1, dtype=torch.int64, device=device)
+    else:
         _collect[(n_blocks,)](
-            *arguments, threshold, total, counts, keys, places, size, kept, step, momentum_sum(beta1),
-            AGAIN=again, BLOCK=BLOCK, num_warps=8, **EXACT,
+            *arguments, threshold, threshold, counts, keys, places, size, kept, step, momentum_sum(beta1),
+            AGAIN=False, BLOCK=BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
         total = counts.sum().view(1)
+    _collect[(n_blocks,)](
+        *arguments, total, total, counts, keys, places, size, kept, step, momentum_sum(beta1),
+        AGAIN=True, BLOCK=BLOCK, num_warps=8, **EXACT,
+    )  # fmt: skip
     state = _find_smallest(keys, counts, kept)
     sums = torch.empty(2, n_blocks, dtype=torch.int32, device=device)
     grid = (blocks(n_blocks, ROWS),)
@@ -261,8 +269,7 @@ def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Te
 def _find_smallest(keys: Tensor, counts: Tensor, kept: int) -> Tensor:
     """(4, 2) int64, in its last row the K-th largest key and how many elements that equal it are to be taken."""
     n_blocks = counts.numel()
-    state = torch.zeros(4, 2, dtype=torch.int64, device=counts.device)
-    state[0, 1].fill_(kept)
+    state = torch.empty(4, 2, dtype=torch.int64, device=counts.device)
     histograms = torch.zeros(3, COPIES, BINS, dtype=torch.int32, device=counts.device)
     for level, (known, shift) in enumerate(((31, 20), (20, 10), (10, 0))):
         bins = 2048 if level == 0 else 1024
@@ -271,6 +278,6 @@ def _find_smallest(keys: Tensor, counts: Tensor, kept: int) -> Tensor:
             BLOCK=BLOCK, ROWS=ROWS, COLS=COLS, COPIES=COPIES, BINS=bins, num_warps=4,
         )  # fmt: skip
         _find_bin[(1,)](
-            histograms[level], state, LEVEL=level, BITS=known - shift, COPIES=COPIES, BINS=bins, num_warps=8
+            histograms[level], state, kept, LEVEL=level, BITS=known - shift, COPIES=COPIES, BINS=bins, num_warps=8
         )
     return state

@@ -89,6 +89,14 @@ def test_norm_estimate_is_exact_for_equal_gradients_and_corrects_for_noise() -> 
     assert norms.estimate == pytest.approx(1.5)
 
 
+def test_a_mask_that_a_gpu_found_damaged_stops_all_ranks_at_the_scalar() -> None:
+    local = [torch.tensor(1.0, dtype=torch.float64)]
+    norms, faults = GradientNorms(2), torch.zeros(1, dtype=torch.int32)
+    norms.agree(local, OneRank(2), torch.device("cpu"), faults)
+    with pytest.raises(RuntimeError, match="a gathered mask was damaged"):
+        norms.agree(local, OneRank(2), torch.device("cpu"), faults + 1)
+
+
 def test_norms_refuse_a_nan_and_forget_it() -> None:
     norms = GradientNorms(2)
     for total, finite in ((math.nan, False), (math.inf, False), (1.0, True)):
