@@ -3,19 +3,25 @@
 Three data collectives (reduce, parameter gather, mask gather) and one fp64 scalar all-reduce a step, whatever the
 number of parameters and groups. The mask gather has a process group of its own, so that it may be in flight under the
 next forward and backward while user code talks on the other groups.
+
+On gloo the three are batches of point-to-point messages with every receive posted before any send. Its own all-to-all
+and all-gather send first and then receive at 2 ranks, so half of a full-duplex link stays idle (4 MiB at 100 Mbit/s:
+344 ms against 175), and its reduce-scatter is an all-reduce inside: twice the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import irecv, isend
 
 
 class Exchange:
@@ -34,10 +40,9 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
         self.overlap = overlap
-        # gloo's reduce-scatter is an all-reduce inside: twice the bytes
-        self.true_reduce_scatter = group._get_backend(device).name() != "gloo"
+        self.point_to_point = group._get_backend(device).name() == "gloo"
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
-        self._in_flight: tuple[dist.Work | None, Tensor] | None = None
+        self._in_flight: tuple[list[dist.Work], Tensor] | None = None
 
     def take_sent(self) -> dict[str, int]:
         """Bytes sent since the last call: {"scalar", "reduce", "params", "mask"}; the counter starts again at 0."""
@@ -56,18 +61,18 @@ class Exchange:
         self,
         packed: Tensor,  # (W, K) value dtype: what this rank sends to each owner
     ) -> Tensor:  # (K,) fp32: mean over the ranks for this owner
-        """The ONE reduce-scatter. On gloo an all-to-all and a local sum in rank order, which moves the same bytes."""
+        """The ONE reduce-scatter. On gloo each row goes to its owner, who sums in rank order: the same bytes."""
         if self.world_size == 1:
             return packed[0].float()
-        if self.true_reduce_scatter:
+        if self.point_to_point:
+            received = torch.empty_like(packed)
+            wait_all(self._swap(list(packed), received, self.group))
+            mean = received.sum(0, dtype=torch.float32).div_(self.world_size)
+        else:
             total = torch.empty_like(packed[0])
             reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
             reduce_scatter(total, packed.view(-1), group=self.group)
             mean = total.float().div_(self.world_size)
-        else:
-            received = torch.empty_like(packed)
-            dist.all_to_all_single(received, packed, group=self.group)
-            mean = received.sum(0, dtype=torch.float32).div_(self.world_size)
         self._count("reduce", packed.nbytes / self.world_size)
         return mean
 
@@ -76,7 +81,8 @@ class Exchange:
         own: Tensor,  # (B,) uint8: this owner's new parameters, in the model's dtypes
     ) -> Tensor:  # (W, B) uint8
         """All-gather the parameters that have changed."""
-        gathered, _ = self._all_gather(own, "params", self.group, async_op=False)
+        gathered, works = self._all_gather(own, "params", self.group, async_op=False)
+        wait_all(works)
         return gathered
 
     def start_mask_gather(
@@ -90,8 +96,11 @@ class Exchange:
         """
         if self._in_flight is not None:
             raise RuntimeError("a mask gather is already in flight")
-        gathered, work = self._all_gather(own, "mask", self.mask_group, async_op=self.overlap)
-        self._in_flight = (work, gathered)
+        gathered, works = self._all_gather(own, "mask", self.mask_group, async_op=self.overlap)
+        if not self.overlap:
+            wait_all(works)
+            works = []
+        self._in_flight = (works, gathered)
 
     @property
     def mask_in_flight(self) -> bool:
@@ -105,10 +114,9 @@ class Exchange:
         """
         if self._in_flight is None:
             raise RuntimeError("no mask gather is in flight")
-        work, gathered = self._in_flight
+        works, gathered = self._in_flight
         self._in_flight = None
-        if work is not None:
-            work.wait()
+        wait_all(works)
         return gathered
 
     def close(self, patience: float = 10.0) -> None:
@@ -117,10 +125,10 @@ class Exchange:
         Args:
             patience: seconds to wait for peers, which may have ended for another reason.
         """
-        if self._in_flight is not None and self._in_flight[0] is not None:
-            work, self._in_flight = self._in_flight[0], None
+        if self._in_flight is not None:
+            works, self._in_flight = self._in_flight[0], None
             with contextlib.suppress(RuntimeError):  # a peer is gone: what it would have sent is of no use any more
-                work.wait(timedelta(seconds=patience))
+                wait_all(works, patience)
 
     def destroy(self) -> None:
         """Give the mask's process group back. Not for the end of a process, when peers may be gone."""
@@ -128,17 +136,49 @@ class Exchange:
 
     def _all_gather(
         self, own: Tensor, purpose: str, group: dist.ProcessGroup, async_op: bool
-    ) -> tuple[Tensor, dist.Work | None]:
+    ) -> tuple[Tensor, list[dist.Work]]:
         if self.world_size == 1:
-            return own.unsqueeze(0), None
+            return own.unsqueeze(0), []
         gathered = own.new_empty(self.world_size, own.numel())
+        self._count(purpose, own.nbytes)
+        if self.point_to_point:
+            return gathered, self._swap([own] * self.world_size, gathered, group)
         all_gather = _newest("all_gather_single", "all_gather_into_tensor")
         work = all_gather(gathered.view(-1), own, group=group, async_op=async_op)
-        self._count(purpose, own.nbytes)
-        return gathered, work
+        return gathered, [work] if async_op else []
+
+    def _swap(
+        self,
+        rows: Sequence[Tensor],  # W tensors (n,): what goes to each rank
+        received: Tensor,  # (W, n), written: what came from each rank, this one's own row included
+        group: dist.ProcessGroup,
+    ) -> list[dist.Work]:
+        """Start sending one row to every peer and receiving one from each; the first peer is the next rank."""
+        received[self.rank].copy_(rows[self.rank])
+        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        receives = [(irecv, received[peer], peer) for peer in reversed(peers)]
+        sends = [(isend, rows[peer], peer) for peer in peers]
+        batch = [
+            dist.P2POp(op, tensor, dist.get_global_rank(group, peer), group) for op, tensor, peer in receives + sends
+        ]
+        return list(dist.batch_isend_irecv(batch))
 
     def _count(self, purpose: str, nbytes_per_peer: float) -> None:
         self.sent[purpose] += int(nbytes_per_peer * (self.world_size - 1))
+
+
+def wait_all(works: Sequence[dist.Work], patience: float | None = None) -> None:
+    """Wait for each of ``works``, ``patience`` seconds at most if given.
+
+    Raises:
+        RuntimeError: a peer is gone, or the time is over.
+    """
+    deadline = None if patience is None else time.monotonic() + patience
+    for work in works:
+        if deadline is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 def _newest(name: str, old_name: str) -> Callable[..., Any]:

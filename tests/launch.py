@@ -35,7 +35,7 @@ from typing import Any, Literal
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SPAWN = [sys.executable, str(ROOT / "tests" / "spawn.py")]
+SPAWN = [sys.executable, "-m", "tests.spawn"]  # as a module: in its own folder launch.py would hide the package launch
 BIN = Path(sys.executable).parent
 TAIL = 6_000  # characters of each rank's output in an error message
 PORT_TRIES = 3
@@ -227,4 +227,4 @@ def extensions_dir() -> str:
 
 @functools.cache
 def netns_works() -> bool:
-    return subprocess.run([*SPAWN, "--netns", "exec", "true"], capture_output=True).returncode == 0
+    return subprocess.run([*SPAWN, "--netns", "exec", "true"], cwd=ROOT, capture_output=True).returncode == 0

@@ -1,7 +1,7 @@
 """Start ranks: the program behind `tests.launch.run_ranks`, never imported by a test.
 
-    spawn.py [--netns] exec COMMAND...                   become COMMAND
-    spawn.py [--netns] ranks N [--bare] [--module] SCRIPT ARGS...
+    python -m tests.spawn [--netns] exec COMMAND...      become COMMAND
+    python -m tests.spawn [--netns] ranks N [--bare] [--module] SCRIPT ARGS...
                                                          import what every rank imports once, fork N ranks
 
 Forking after the imports (--bare: there are none) is what makes the second form quick: they are nearly all of a
@@ -21,19 +21,12 @@ import sys
 import time
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1
+from launch.lifeline import die_with_parent
+
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS = 0x8914
 IFF_UP = 1
 GRACE = 3.0  # seconds the other ranks have to report their own error once one has failed
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("spawn: the parent is gone")
 
 
 def enter_netns() -> None:

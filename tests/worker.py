@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.spawn import die_with_parent
+from launch.lifeline import die_with_parent
 
 COLLECTIVE_TIMEOUT = 60  # seconds until a collective that some rank never entered raises
 

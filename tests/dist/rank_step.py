@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,18 @@ COLLECTIVES = (
     "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single", "send", "recv", "isend",
     "irecv", "barrier", "batch_isend_irecv", "all_gather_object", "broadcast_object_list",
 )  # fmt: skip
+
+
+class WatchedWork:
+    """A work of torch.distributed that says when it has been waited for."""
+
+    def __init__(self, work: Any, waited: Any) -> None:
+        self.work, self.waited = work, waited
+
+    def wait(self, *args: Any) -> Any:
+        done = self.work.wait(*args)
+        self.waited()
+        return done
 
 
 class Spy:
@@ -38,11 +51,29 @@ class Spy:
 
     def _noting(self, name: str, stock: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "batch_isend_irecv":
+                return self._note_batch(stock, *args)
             on = "mask" if kwargs.get("group") is self.mask_group else "data"
             self.events.append(f"{name}:{on}:{'async' if kwargs.get('async_op') else 'sync'}")
             return stock(*args, **kwargs)
 
         return call
+
+    def _note_batch(self, stock: Any, batch: list[Any]) -> list[Any]:
+        """Note what the batch posts in which order, and whether anybody has waited for all of it yet."""
+        kinds = [(op.__name__, len(list(ops))) for op, ops in itertools.groupby(batch, lambda p2p: p2p.op)]
+        posted = ", ".join(f"{count} {name}" for name, count in kinds)
+        on = {op.group: "mask" if op.group is self.mask_group else "data" for op in batch}
+        at, pending = len(self.events), len(batch)
+        self.events.append(f"{posted}:{'+'.join(on.values())}:in flight")
+
+        def waited() -> None:
+            nonlocal pending
+            pending -= 1
+            if pending == 0:
+                self.events[at] = self.events[at].replace("in flight", "waited")
+
+        return [WatchedWork(work, waited) for work in stock(batch)]
 
     def watch(self, engine: Any) -> None:
         exchange = engine.optimizer.exchange
@@ -72,7 +103,7 @@ def order(rank: int) -> dict[str, Any]:
                 spy.events.append("step")
                 engine.step()
             spy.events.append("end")
-        out[f"{groups}-{overlap}"] = spy.events
+        out[f"{groups}-{overlap}"] = list(spy.events)  # destroy() waits for the mask too
         engine.destroy()
     return out
 

@@ -5,11 +5,12 @@ import torch
 
 from launch.models import PRESETS, build_model, count_parameters, next_token_loss, parameters_of_preset
 
-NAMED_SIZES = {"gpt-10m": 10e6, "gpt-345m": 345e6, "llama-500m": 500e6, "llama-1.8b": 1.8e9}
+NAMED_SIZES = {"gpt-10m": 10e6, "gpt-25m": 25e6, "gpt-345m": 345e6, "llama-500m": 500e6, "llama-1.8b": 1.8e9}
 EXACT = {
     "tiny": 136_960,
     "small": 470_528,
     "gpt-10m": 10_024_000,
+    "gpt-25m": 24_258_240,
     "gpt-345m": 354_823_168,
     "llama-500m": 498_292_480,
     "llama-1.8b": 1_775_372_288,

@@ -1,0 +1,166 @@
+"""The comparison: every method at every bandwidth inside one set of processes, round-robin.
+
+A round is one block of steps of each method, between barriers; odd rounds go through the methods backwards, so that a
+machine that gets slower or faster hits both ends alike. Ratios are taken inside a round and their median is reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evals.network.hosts import Hosts
+from evals.network.methods import METHODS
+from evals.network.ranks import Ranks
+
+WARM_STEPS = 4  # PowerSGD starts compressing at its third
+SLOW_MS = 400.0  # a step this long is measured alone and without a lead: caches and what is in flight don't matter
+PROBE_SIZES = (4, 1 << 20, 1 << 23)  # bytes of the bare all-reduces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is compared. ``mbits``: bandwidths in Mbit/s, None for unshaped; measured in this order."""
+
+    preset: str = "gpt-10m"
+    seq: int = 256
+    micro_batch: int = 1
+    mbits: tuple[float | None, ...] = (None, 1000.0, 200.0, 100.0)
+    methods: tuple[str, ...] = tuple(METHODS)
+    rounds: int = 5
+    steps: int = 3  # in a block
+    minutes: float = 6.0  # for one number of hosts; rounds are left out when it gets late, down to MIN_ROUNDS
+    cache: Path = Path("runs/tokens")
+    tokens_key: str = ""
+    logs: Path = Path("runs/network/logs")
+
+
+MIN_ROUNDS = 2
+
+
+@dataclass
+class Row:
+    """One method at one bandwidth on one number of hosts; a probe's method is ``probe-<bytes>``."""
+
+    hosts: int
+    mbit: float | None
+    method: str
+    params: int
+    ms: list[float] = field(default_factory=list)  # of each round: per step, of the slowest rank
+    interface_bytes: float = 0.0  # per step and rank, mean over the ranks
+    counted_bytes: float = 0.0  # the same by SCAPE's own counter
+    laps: dict[str, float] = field(default_factory=dict)  # SCAPE: ms of the parts of a step
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.ms)
+
+
+Say = Callable[[str], None]
+
+
+def order_of(methods: Sequence[str], round_number: int) -> list[str]:
+    """The methods as round ``round_number`` goes through them."""
+    return list(methods) if round_number % 2 == 0 else list(reversed(methods))
+
+
+def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
+    """A block for a method whose last one took ``last_ms`` a step."""
+    slow = last_ms > SLOW_MS
+    overlapped = METHODS[method].is_scape  # its mask in flight has to be the steady state's
+    return {
+        "do": "block",
+        "method": method,
+        "lead": 1 if overlapped or not slow else 0,
+        "steps": 1 if slow else steps,
+    }
+
+
+class Comparison:
+    """One number of hosts with all methods built, ready to be measured at any bandwidth."""
+
+    def __init__(self, hosts: Hosts, ranks: Ranks, settings: Settings, say: Say) -> None:
+        self.hosts, self.ranks, self.settings, self.say = hosts, ranks, settings, say
+        self.params = 0
+        self.last_ms: dict[str, float] = {}
+
+    def prepare(self) -> None:
+        """Start the ranks' work, build every method and warm it up, on an unshaped network."""
+        s = self.settings
+        start = {"do": "start", "preset": s.preset, "seq": s.seq, "micro_batch": s.micro_batch}
+        self.ranks.ask(start | {"cache": str(s.cache.resolve()), "tokens_key": s.tokens_key})
+        counted: dict[str, float] = {}
+        for name in sorted(s.methods, key=lambda n: METHODS[n].kind == "mock"):  # a mock copies another's bytes
+            method = METHODS[name]
+            request = {"do": "build", "method": name, "mock_bytes": counted.get(method.like, 0)}
+            self.params = self.ranks.ask(request)[0]["params"]
+            warm = self.ranks.ask({"do": "block", "method": name, "lead": WARM_STEPS - 1, "steps": 1})
+            self.last_ms[name] = max(reply["ms"] for reply in warm)
+            counted[name] = statistics.fmean(reply["counted"] for reply in warm)
+            self.say(f"{self.hosts.count} hosts: {method.title} is ready")
+
+    def measure(self, mbit: float | None, deadline: float) -> list[Row]:
+        """All methods at one bandwidth: ``rounds`` rounds, fewer once ``deadline`` (time.monotonic) has passed."""
+        self.hosts.shape(mbit)
+        rows = {n: Row(self.hosts.count, mbit, n, self.params) for n in self.settings.methods}
+        for number in range(self.settings.rounds):
+            if number >= MIN_ROUNDS and time.monotonic() > deadline:
+                break
+            began = time.monotonic()
+            for name in order_of(self.settings.methods, number):
+                self._block(rows[name])
+            took = time.monotonic() - began
+            self.say(
+                f"{self.hosts.count} hosts, {speed(mbit)}: round {number + 1} of {self.settings.rounds}, {took:.0f} s"
+            )
+        return [*rows.values(), *self._probe(mbit)]
+
+    def _block(self, row: Row) -> None:
+        replies = self.ranks.ask(block_request(row.method, self.last_ms[row.method], self.settings.steps))
+        self.last_ms[row.method] = max(reply["ms"] for reply in replies)
+        row.ms.append(self.last_ms[row.method])
+        done = len(row.ms)
+        for name, key in (("interface_bytes", "interface"), ("counted_bytes", "counted")):
+            new = statistics.fmean(reply[key] for reply in replies)
+            setattr(row, name, getattr(row, name) + (new - getattr(row, name)) / done)
+        for lap in replies[0]["laps"]:
+            new = statistics.fmean(reply["laps"][lap] for reply in replies)
+            row.laps[lap] = row.laps.get(lap, 0.0) + (new - row.laps.get(lap, 0.0)) / done
+
+    def _probe(self, mbit: float | None) -> list[Row]:
+        replies = self.ranks.ask({"do": "probe", "sizes": PROBE_SIZES, "repeat": 5})
+        rows = []
+        for i, size in enumerate(PROBE_SIZES):
+            ms = max(reply["seconds"][i] for reply in replies) * 1e3
+            rows.append(Row(self.hosts.count, mbit, f"probe-{size}", self.params, [ms], float(size)))
+        return rows
+
+
+def speed(mbit: float | None) -> str:
+    """A bandwidth in words."""
+    if mbit is None:
+        return "unshaped"
+    return f"{mbit / 1000:g} Gbit" if mbit >= 1000 else f"{mbit:g} Mbit"
+
+
+def compare(count: int, settings: Settings, say: Say) -> list[Row]:
+    """Build ``count`` hosts, measure everything, take all down again.
+
+    Raises:
+        HostsUnavailable: no network of namespaces here.
+        RankFailed: a rank ended, raised or hung.
+    """
+    deadline = time.monotonic() + 60 * settings.minutes
+    with Hosts(count) as hosts, Ranks(hosts, settings.logs / f"{count}-hosts") as ranks:
+        comparison = Comparison(hosts, ranks, settings, say)
+        comparison.prepare()
+        rows = []
+        for i, mbit in enumerate(settings.mbits):
+            # what is left is shared in proportion to how much longer steps get on a slower network
+            weights = [1.0 if m is None else 1.0 + 200.0 / m for m in settings.mbits[i:]]
+            share = (deadline - time.monotonic()) * weights[0] / sum(weights)
+            rows += comparison.measure(mbit, time.monotonic() + share)
+    return rows

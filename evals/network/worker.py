@@ -1,0 +1,185 @@
+"""A rank: holds all methods side by side and runs what it is asked to, one block at a time.
+
+Started by `ranks.py` with one end of a socket pair; requests and replies are plain dicts. Every rank gets the same
+requests, so the collectives inside line up.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from launch.lifeline import die_with_parent
+
+CONTROL = "SCAPE_NETWORK_CONTROL"  # environment: the file descriptor of our end
+
+
+def join() -> tuple[int, int]:
+    """Start gloo through DeepSpeed. Returns (rank, world size)."""
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # would be compiled at the first start: half a minute of C++ for messages that stay on one host
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(seconds=300))
+    return dist.get_rank(), dist.get_world_size()
+
+
+class Rank:
+    """The methods of one rank and the data they train on."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from launch.batches import BatchOrder, count_windows
+        from launch.tokens import open_tokens
+
+        self.rank, self.world = join()
+        self.preset, self.seq, self.micro_batch = request["preset"], request["seq"], request["micro_batch"]
+        self.data = open_tokens(Path(request["cache"]), request["tokens_key"])
+        self.order = BatchOrder(
+            seed=0,
+            windows=count_windows(len(self.data.train), self.seq),
+            world=self.world,
+            micro_batch=self.micro_batch,
+        )
+        self.methods: dict[str, Any] = {}
+        self.steps: dict[str, int] = {}  # of each method so far, so that all see the same data in the same order
+
+    def batch(self, step: int) -> Any:  # (B, seq + 1) int64
+        import torch
+
+        from launch.batches import read_windows
+
+        return torch.from_numpy(read_windows(self.data.train, self.order.windows_of(step, self.rank), self.seq))
+
+    def build(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build one method, or several with the names given."""
+        import torch
+
+        from evals.network.methods import METHODS, build
+        from launch.models import build_model, count_parameters
+
+        def model() -> Any:
+            torch.manual_seed(0)
+            return build_model(self.preset, vocab=self.data.meta["vocab"], seq=self.seq)
+
+        method = METHODS[request["method"]]
+        self.methods[method.name] = build(
+            method,
+            model,
+            rank=self.rank,
+            world=self.world,
+            micro_batch=self.micro_batch,
+            mock_bytes=int(request.get("mock_bytes", 0)),
+        )
+        self.steps[method.name] = 0
+        return {"params": count_parameters(model())}
+
+    def block(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Some consecutive steps of one method, between two barriers.
+
+        ``lead`` steps come before the clock starts, so that an overlapped message in flight at the start stands for
+        the one in flight at the end. Returns ms per step, bytes per step by the interface and by the method's counter.
+        """
+        import torch.distributed as dist
+
+        from evals.network.hosts import interface_bytes
+
+        name, lead, steps = request["method"], request["lead"], request["steps"]
+        trained, counted, laps = self.methods[name], 0.0, []
+        dist.barrier()
+        sent = interface_bytes()
+        for _ in range(lead):
+            self._step(name)
+            counted += trained.stats().get("bytes_total", 0.0)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._step(name)
+            stats = trained.stats()
+            counted += stats.get("bytes_total", 0.0)
+            laps.append({key: ms for key, ms in stats.items() if key.startswith("ms_")})
+        ms = (time.perf_counter() - start) * 1e3 / steps
+        trained.finish()
+        dist.barrier()
+        return {
+            "ms": ms,
+            "interface": (interface_bytes() - sent) / (lead + steps),
+            "counted": counted / (lead + steps),
+            "laps": {key: statistics.fmean(lap[key] for lap in laps) for key in laps[0]} if laps[0] else {},
+        }
+
+    def _step(self, name: str) -> None:
+        self.methods[name].step(self.batch(self.steps[name]))
+        self.steps[name] += 1
+
+    def probe(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Median seconds of a bare all-reduce of each size in bytes: what the planner calls alpha and beta."""
+        import torch
+        import torch.distributed as dist
+
+        seconds = []
+        for nbytes in request["sizes"]:
+            message = torch.zeros(nbytes // 4)
+            times = []
+            for _ in range(request["repeat"]):
+                dist.barrier()
+                start = time.perf_counter()
+                dist.all_reduce(message)
+                times.append(time.perf_counter() - start)
+            seconds.append(statistics.median(times))
+        return {"seconds": seconds}
+
+    def drop(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget one method and give its memory back."""
+        import gc
+
+        self.methods.pop(request["method"], None)
+        gc.collect()
+        return {}
+
+    def leave(self, request: dict[str, Any]) -> dict[str, Any]:
+        """End together: a rank that goes first would look like a failure to the others."""
+        import torch.distributed as dist
+
+        self.methods.clear()
+        dist.barrier()
+        return {}
+
+
+def serve(control: Connection) -> None:
+    """Answer requests until told to leave; an error goes back as its traceback."""
+    rank: Rank | None = None
+    while True:
+        request = control.recv()
+        try:
+            if rank is None:
+                rank, reply = Rank(request), {}
+            else:
+                verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+                    verb: getattr(rank, verb) for verb in ("build", "block", "probe", "drop", "leave", "timeline", "memory")
+                    if hasattr(rank, verb)
+                }  # fmt: skip
+                reply = verbs[request["do"]](request)
+            control.send(reply)
+        except Exception:
+            control.send({"error": traceback.format_exc()})
+            os._exit(1)
+        if request["do"] == "leave":
+            os._exit(0)  # DeepSpeed's and gloo's own ends may wait for peers that have gone
+
+
+def main() -> None:
+    die_with_parent()
+    serve(Connection(int(os.environ[CONTROL])))
+
+
+if __name__ == "__main__":
+    main()
