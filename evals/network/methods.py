@@ -39,7 +39,7 @@ class Method:
         return "scape" in self.config
 
 
-_ONE_BY_ONE = {"use_multi_rank_bucket_allreduce": False}
+_BY_OWNER = {"use_multi_rank_bucket_allreduce": False}
 METHODS = {
     m.name: m
     for m in (
@@ -49,7 +49,13 @@ METHODS = {
         Method(name="powersgd", title="DDP, PowerSGD rank 4", kind="ddp", hook="powersgd"),
         Method(name="zero1", title="ZeRO-1", kind="engine", config="zero1_adamw_fp32"),
         Method(name="zero2", title="ZeRO-2", kind="engine", config="zero2_adamw_fp32"),
-        Method(name="zero2-single", title="ZeRO-2, reduce by owner", kind="engine", config="zero2_adamw_fp32", zero=_ONE_BY_ONE),
+        Method(
+            name="zero2-owner",
+            title="ZeRO-2, reduce by owner",
+            kind="engine",
+            config="zero2_adamw_fp32",
+            zero=_BY_OWNER,
+        ),
         Method(name="zero2-bf16", title="ZeRO-2 bf16", kind="engine", config="zero2_adamw_bf16"),
         Method(name="scape90-z1", title="SCAPE 90%, ZeRO-1", kind="engine", config="zero1_scape90_fp32"),
         Method(name="scape90", title="SCAPE 90%, ZeRO-2", kind="engine", config="zero2_scape90_fp32"),
@@ -58,8 +64,8 @@ METHODS = {
         Method(name="mock90", title="mock of 90% (the ceiling)", kind="mock", like="scape90"),
         Method(name="mock99", title="mock of 99% (the ceiling)", kind="mock", like="scape99"),
     )
-}  # fmt: skip
-PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-single", "zero2-bf16")
+}
+PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-owner", "zero2-bf16")
 SCAPES = tuple(name for name, method in METHODS.items() if method.is_scape)
 
 

@@ -71,7 +71,7 @@ def note(provenance: dict[str, str]) -> str:
     """Where the figures come from."""
     p = provenance
     return (
-        f"Medians, ms a step; in brackets how many times faster than ZeRO-2, the median of the ratios inside each round. "
+        f"Medians, ms a step; in brackets how many times faster than ZeRO-2, the median of the ratios in each round. "
         f"{p['preset']}, {p['tokens']} tokens a rank and step, one rank a host, all ranks on {p['hardware']}. "
         f"`{p['command']}`, commit {p['commit']}, {p['date']}, torch {p['torch']}, DeepSpeed {p['deepspeed']}."
     )

@@ -10,7 +10,6 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 from launch.lifeline import die_with_parent
 
 CONTROL = "SCAPE_NETWORK_CONTROL"  # environment: the file descriptor of our end
+
+VERBS = ("build", "block", "probe", "drop", "timeline", "memory", "leave")
 
 
 def join() -> tuple[int, int]:
@@ -163,11 +164,8 @@ def serve(control: Connection) -> None:
             if rank is None:
                 rank, reply = Rank(request), {}
             else:
-                verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-                    verb: getattr(rank, verb) for verb in ("build", "block", "probe", "drop", "leave", "timeline", "memory")
-                    if hasattr(rank, verb)
-                }  # fmt: skip
-                reply = verbs[request["do"]](request)
+                assert request["do"] in VERBS, request
+                reply = getattr(rank, request["do"])(request)
             control.send(reply)
         except Exception:
             control.send({"error": traceback.format_exc()})
