@@ -41,11 +41,16 @@ RESULTS = Path(__file__).parent / "results"
 
 def rank_group(model: nn.Module, sparsity: float, world: int) -> ScapeGroup:
     """Rank 0's state for all parameters of ``model`` in one group, as the engine would build it."""
+    return group_of([(name, param.numel()) for name, param in model.named_parameters()], sparsity, world)
+
+
+def group_of(sizes: list[tuple[str, int]], sparsity: float, world: int) -> ScapeGroup:
+    """Rank 0's state for parameters of these names and numbers of elements."""
     options = ScapeOptions(sparsity=sparsity, weight_decay=0.1)
     slots, start = [], 0
-    for name, param in model.named_parameters():
-        slots.append(ParamSlot(name=name, start=start, numel=param.numel()))
-        start += param.numel()
+    for name, numel in sizes:
+        slots.append(ParamSlot(name=name, start=start, numel=numel))
+        start += numel
     numel = -(-start // (2 * world)) * 2 * world
     layout = group_layout(tuple(slots), numel, world, options)
     master = torch.zeros(layout.partition_size)

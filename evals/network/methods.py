@@ -20,6 +20,7 @@ from launch.models import next_token_loss
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 CLIP = 1.0
+LR = 1e-4  # for timing alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,9 @@ SCAPES = tuple(name for name, method in METHODS.items() if method.is_scape)
 class Trainable(Protocol):
     """One method on one rank."""
 
+    model: nn.Module
+    optimizer: Any
+
     def step(self, tokens: Tensor) -> None:  # (B, seq + 1) int64
         """Forward, backward and optimizer step."""
 
@@ -101,7 +105,7 @@ class LocalStep:
             p.data = flat[start : start + p.numel()].view_as(p)
             start += p.numel()
         self.master = nn.Parameter(flat[self.begin : self.end].clone())
-        self.optimizer = torch.optim.AdamW([self.master], lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW([self.master], lr=LR, fused=True)
         # a ring all-reduce of b bytes sends 2 (W-1)/W b
         self.message = torch.zeros(int(nbytes * world / (2 * max(1, world - 1))), dtype=torch.uint8)
 
@@ -134,12 +138,13 @@ class LocalStep:
 class DataParallel:
     """torch's DistributedDataParallel with AdamW."""
 
-    def __init__(self, model: nn.Module, hook: str) -> None:
+    def __init__(self, model: nn.Module, hook: str, lr: float) -> None:
         # PowerSGD on gloo needs all gradients in one bucket
         options = {"bucket_cap_mb": 1000} if hook == "powersgd" else {}
         self.model = nn.parallel.DistributedDataParallel(model, **options)
         register_hook(self.model, hook)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        shipped = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, **shipped)
 
     def step(self, tokens: Tensor) -> None:
         next_token_loss(self.model, tokens).backward()
@@ -173,7 +178,7 @@ def register_hook(model: nn.parallel.DistributedDataParallel, hook: str) -> None
 class Engine:
     """A DeepSpeed engine with a shipped configuration."""
 
-    def __init__(self, model: nn.Module, method: Method, micro_batch: int) -> None:
+    def __init__(self, model: nn.Module, method: Method, micro_batch: int, lr: float) -> None:
         import deepspeed
 
         import deepspeed_scape  # noqa: F401 (registers SCAPE and AdamS)
@@ -181,11 +186,13 @@ class Engine:
         config = json.loads((CONFIGS / f"{method.config}.json").read_text())
         config["train_micro_batch_size_per_gpu"] = micro_batch
         config["zero_optimization"] |= method.zero
+        config["optimizer"]["params"]["lr"] = lr
         if not method.is_scape:
             config["optimizer"]["params"]["fused"] = True
         self.engine = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config, dist_init_required=False
         )[0]
+        self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def step(self, tokens: Tensor) -> None:
         self.engine.backward(next_token_loss(self.engine, tokens))
@@ -199,7 +206,14 @@ class Engine:
 
 
 def build(
-    method: Method, model: Callable[[], nn.Module], *, rank: int, world: int, micro_batch: int, mock_bytes: int = 0
+    method: Method,
+    model: Callable[[], nn.Module],
+    *,
+    rank: int,
+    world: int,
+    micro_batch: int,
+    mock_bytes: int = 0,
+    lr: float = LR,
 ) -> Trainable:
     """This rank's part of a method; every rank has to build the same ones in the same order.
 
@@ -210,5 +224,5 @@ def build(
     if method.kind in ("local", "mock"):
         return LocalStep(model(), rank, world, mock_bytes if method.kind == "mock" else 0)
     if method.kind == "ddp":
-        return DataParallel(model(), method.hook)
-    return Engine(model(), method, micro_batch)
+        return DataParallel(model(), method.hook, lr)
+    return Engine(model(), method, micro_batch, lr)

@@ -19,7 +19,7 @@ from launch.lifeline import die_with_parent
 
 CONTROL = "SCAPE_NETWORK_CONTROL"  # environment: the file descriptor of our end
 
-VERBS = ("build", "block", "probe", "drop", "timeline", "memory", "leave")
+VERBS = ("build", "block", "probe", "drop", "train", "evaluate", "timeline", "leave")
 
 
 def join() -> tuple[int, int]:
@@ -52,6 +52,8 @@ class Rank:
             micro_batch=self.micro_batch,
         )
         self.methods: dict[str, Any] = {}
+        self.lr: dict[str, float] = {}
+        self.watched: dict[str, Any] = {}
         self.steps: dict[str, int] = {}  # of each method so far, so that all see the same data in the same order
 
     def batch(self, step: int) -> Any:  # (B, seq + 1) int64
@@ -65,7 +67,7 @@ class Rank:
         """Build one method, or several with the names given."""
         import torch
 
-        from evals.network.methods import METHODS, build
+        from evals.network.methods import LR, METHODS, build
         from launch.models import build_model, count_parameters
 
         def model() -> Any:
@@ -80,7 +82,9 @@ class Rank:
             world=self.world,
             micro_batch=self.micro_batch,
             mock_bytes=int(request.get("mock_bytes", 0)),
+            lr=request.get("lr", LR),
         )
+        self.lr[method.name] = request.get("lr", LR)
         self.steps[method.name] = 0
         return {"params": count_parameters(model())}
 
@@ -137,6 +141,74 @@ class Rank:
                 times.append(time.perf_counter() - start)
             seconds.append(statistics.median(times))
         return {"seconds": seconds}
+
+    def train(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Some steps of one method at its learning rate, after a linear warm-up; returns the seconds they took."""
+        import torch.distributed as dist
+
+        name, seconds = request["method"], 0.0
+        dist.barrier()
+        for _ in range(request["steps"]):
+            batch = self.batch(self.steps[name])  # reading text is not what is compared
+            for group in self.methods[name].optimizer.param_groups:
+                group["lr"] = self.lr[name] * min(1.0, (self.steps[name] + 1) / request["warmup"])
+            self.steps[name] += 1
+            start = time.perf_counter()
+            self.methods[name].step(batch)
+            seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        self.methods[name].finish()
+        return {"seconds": seconds + time.perf_counter() - start, "step": self.steps[name]}
+
+    def evaluate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """This rank's mean loss over its share of the held-out text, in nats a token."""
+        import torch
+
+        from launch.batches import count_windows, eval_windows, read_windows
+        from launch.models import next_token_loss
+
+        windows = count_windows(len(self.data.val), self.seq)
+        batches = eval_windows(windows, request["batches"], self.world, self.rank, self.micro_batch)
+        model = self.methods[request["method"]].model
+        model = getattr(model, "module", model)  # alone: engines and DDP would count the pass as a step
+        with torch.no_grad():
+            losses = [
+                next_token_loss(model, torch.from_numpy(read_windows(self.data.val, b, self.seq))) for b in batches
+            ]
+        return {"loss": float(torch.stack(losses).mean())}
+
+    def timeline(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Some steps of a SCAPE method with every part timed; the first asks for it, all ranks note, one may trace."""
+        import torch.distributed as dist
+
+        from evals.network.watch import StepWatch, profiler
+        from launch.models import next_token_loss
+
+        name = request["method"]
+        engine = self.methods[name].engine
+        watch = self.watched.get(name) or self.watched.setdefault(name, StepWatch(engine))
+        trace = Path(request["trace"]) if request.get("trace") and self.rank == 0 else None
+        for timed in (False, True):  # the first step leaves a mask in flight
+            dist.barrier()
+            if timed:
+                watch.spans.clear()
+                watch.gathers = watch.gathers[-1:]
+            with profiler(trace if timed else None) as profile:
+                for _ in range(request["steps"] if timed else 1):
+                    batch = self.batch(self.steps[name])
+                    self.steps[name] += 1
+                    with watch.span("forward"):
+                        loss = next_token_loss(engine, batch)
+                    with watch.span("backward"):
+                        engine.backward(loss)
+                    with watch.span("step"):
+                        engine.step()
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(trace))
+        self.methods[name].finish()
+        dist.barrier()
+        return {"spans": watch.spans, "gathers": watch.gathers}
 
     def drop(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget one method and give its memory back."""
