@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +46,8 @@ def show(options: PlanOptions, found: dict[str, Any], console: Console) -> None:
         f"{options.params:,} parameters, {found['ranks']} ranks, {options.dtype}, "
         f"{show_bandwidth(options.bandwidth)} between nodes"
     )
-    table = Table(title=title, title_justify="left")
+    console.print(title)
+    table = Table(box=box.SIMPLE_HEAD)
     for heading in ("", "step", "compute", "local", "network", "hidden", "sent a rank", "held a rank", "speed-up"):
         table.add_column(heading, justify="left" if not heading else "right")
     for row in found["rows"]:

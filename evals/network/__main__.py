@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,10 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", default="gpt-10m", choices=list(PRESETS), metavar="PRESET", help="gpt-10m, gpt-25m")
     parser.add_argument("--seq", type=int, help="tokens a sample; default: the preset's")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples a rank and step")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="of a block, default 3; of a training run (loss), default 3000")
     parser.add_argument(
-        "--minutes", type=float, default=12.0, help="for the whole table; fewer rounds when it gets late"
+        "--minutes", type=float, default=14.0, help="for the whole table; fewer rounds when it gets late"
     )
     parser.add_argument(
         "--corpus", type=Path, default=ROOT.parent / "shared" / "data" / "corpus", help="loss: the novels"
@@ -104,7 +105,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
         methods=tuple(name for name in METHODS if name in args.methods),
         rounds=args.rounds,
         steps=args.steps or 3,
-        minutes=args.minutes / len(args.hosts),
         cache=cache,
         tokens_key=prepare_tokens(embedded(), preset.vocab, cache),
         logs=args.runs / "logs",
@@ -122,7 +122,8 @@ def where_from(args: argparse.Namespace) -> dict[str, str]:
 def run_table(args: argparse.Namespace, say: Any) -> None:
     settings, rows = settings_of(args), []
     for count in args.hosts:
-        rows += compare(count, settings, say)
+        minutes = args.minutes * (count + 1) / sum(n + 1 for n in args.hosts)  # all ranks share the machine's cores
+        rows += compare(count, replace(settings, minutes=minutes), say)
         table = Table(rows)  # written after every number of hosts: a later failure costs only what it was at
         write(args.output / "network.csv", as_csv(table, where_from(args)))
         write(args.output / "network.md", markdown(table, where_from(args)))

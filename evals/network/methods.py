@@ -33,6 +33,7 @@ class Method:
     hook: str = ""  # ddp: "bf16" or "powersgd"
     config: str = ""  # engine: a file of ds_configs
     zero: dict[str, Any] = field(default_factory=dict)  # engine: further keys of zero_optimization
+    top: dict[str, Any] = field(default_factory=dict)  # engine: further keys of the configuration
     like: str = ""  # mock: the method whose bytes it sends
 
     @property
@@ -58,6 +59,13 @@ METHODS = {
             zero=_BY_OWNER,
         ),
         Method(name="zero2-bf16", title="ZeRO-2 bf16", kind="engine", config="zero2_adamw_bf16"),
+        Method(
+            name="zero2-bf16-comm",
+            title="ZeRO-2, bf16 reduction",
+            kind="engine",
+            config="zero2_adamw_fp32",
+            top={"communication_data_type": "bfp16"},
+        ),
         Method(name="scape90-z1", title="SCAPE 90%, ZeRO-1", kind="engine", config="zero1_scape90_fp32"),
         Method(name="scape90", title="SCAPE 90%, ZeRO-2", kind="engine", config="zero2_scape90_fp32"),
         Method(name="scape99-z1", title="SCAPE 99%, ZeRO-1", kind="engine", config="zero1_scape99_fp32"),
@@ -66,7 +74,7 @@ METHODS = {
         Method(name="mock99", title="mock of 99% (the ceiling)", kind="mock", like="scape99"),
     )
 }
-PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-owner", "zero2-bf16")
+PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-owner", "zero2-bf16", "zero2-bf16-comm")
 SCAPES = tuple(name for name, method in METHODS.items() if method.is_scape)
 
 
@@ -186,6 +194,7 @@ class Engine:
         config = json.loads((CONFIGS / f"{method.config}.json").read_text())
         config["train_micro_batch_size_per_gpu"] = micro_batch
         config["zero_optimization"] |= method.zero
+        config |= method.top
         config["optimizer"]["params"]["lr"] = lr
         if not method.is_scape:
             config["optimizer"]["params"]["fused"] = True

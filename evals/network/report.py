@@ -50,11 +50,11 @@ class Table:
         return self._by_key.get((*setting, method))
 
     def ratio(self, setting: Setting, slower: str, faster: str) -> float | None:
-        """Median over the rounds of ms(slower) / ms(faster); None when one was not measured."""
+        """Median of ms(slower) / ms(faster) over the rounds that hold both; None when one was not measured."""
         a, b = self.get(setting, slower), self.get(setting, faster)
         if a is None or b is None:
             return None
-        return statistics.median(x / y for x, y in zip(a.ms, b.ms, strict=True))
+        return statistics.median(a.ms[number] / b.ms[number] for number in a.ms.keys() & b.ms.keys())
 
 
 def mock_of(method: str) -> str:
@@ -179,11 +179,11 @@ def as_csv(table: Table, provenance: dict[str, str]) -> str:
         writer.writerow(
             {
                 "hosts": row.hosts, "mbit": "" if row.mbit is None else f"{row.mbit:g}", "method": row.method,
-                "params": row.params, "ms": f"{row.median_ms:.3f}", "ms_min": f"{min(row.ms):.3f}",
-                "ms_max": f"{max(row.ms):.3f}", "rounds": len(row.ms),
+                "params": row.params, "ms": f"{row.median_ms:.3f}", "ms_min": f"{min(row.ms.values()):.3f}",
+                "ms_max": f"{max(row.ms.values()):.3f}", "rounds": len(row.ms),
                 **{k: "" if v is None else f"{v:.4f}" for k, v in ratios.items()},
                 "interface_bytes": f"{row.interface_bytes:.0f}", "counted_bytes": f"{row.counted_bytes:.0f}",
-                "ms_of_rounds": " ".join(f"{ms:.3f}" for ms in row.ms), "laps_ms": laps,
+                "ms_of_rounds": " ".join(f"{number}={ms:.3f}" for number, ms in row.ms.items()), "laps_ms": laps,
                 **{k: provenance[k] for k in COLUMNS if k in provenance},
             }
         )  # fmt: skip
@@ -196,14 +196,14 @@ def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:
         lines = list(csv.DictReader(file))
     rows = []
     for line in lines:
-        laps = dict(part.split("=") for part in line["laps_ms"].split())
+        laps, rounds = (dict(part.split("=") for part in line[key].split()) for key in ("laps_ms", "ms_of_rounds"))
         rows.append(
             Row(
                 hosts=int(line["hosts"]),
                 mbit=float(line["mbit"]) if line["mbit"] else None,
                 method=line["method"],
                 params=int(line["params"]),
-                ms=[float(ms) for ms in line["ms_of_rounds"].split()],
+                ms={int(number): float(ms) for number, ms in rounds.items()},
                 interface_bytes=float(line["interface_bytes"]),
                 counted_bytes=float(line["counted_bytes"]),
                 laps={f"ms_{name}": float(ms) for name, ms in laps.items()},

@@ -92,7 +92,7 @@ class Rank:
         """Some consecutive steps of one method, between two barriers.
 
         ``lead`` steps come before the clock starts, so that an overlapped message in flight at the start stands for
-        the one in flight at the end. Returns ms per step, bytes per step by the interface and by the method's counter.
+        the one in flight at the end. Returns ms of each step, and bytes a step by the interface and by SCAPE's counter.
         """
         import torch.distributed as dist
 
@@ -105,17 +105,17 @@ class Rank:
         for _ in range(lead):
             self._step(name)
             counted += trained.stats().get("bytes_total", 0.0)
-        start = time.perf_counter()
+        clock = [time.perf_counter()]
         for _ in range(steps):
             self._step(name)
             stats = trained.stats()
             counted += stats.get("bytes_total", 0.0)
             laps.append({key: ms for key, ms in stats.items() if key.startswith("ms_")})
-        ms = (time.perf_counter() - start) * 1e3 / steps
+            clock.append(time.perf_counter())
         trained.finish()
         dist.barrier()
         return {
-            "ms": ms,
+            "ms": [(end - begin) * 1e3 for begin, end in zip(clock, clock[1:], strict=False)],
             "interface": (interface_bytes() - sent) / (lead + steps),
             "counted": counted / (lead + steps),
             "laps": {key: statistics.fmean(lap[key] for lap in laps) for key in laps[0]} if laps[0] else {},

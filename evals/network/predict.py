@@ -1,0 +1,104 @@
+"""The planner against the measurements: what it says for each row, and how far off it is.
+
+Taken from the measurements, all of it without a shaped network: the time of compute alone, what each method does beside
+it (its unshaped ratio to compute, less the network's share), the latency of a bare 4-byte all-reduce, and the unshaped
+bandwidth of a bare 8 MiB one. Everything at 1 Gbit, 200 Mbit and 100 Mbit follows from the nominal bandwidth and 0.956,
+the share of a shaped Ethernet link that TCP's payload gets. The unshaped rows are the calibration itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+
+from deepspeed_scape.plan.cluster import Cluster, Link
+from deepspeed_scape.plan.step import Prediction, Workload, predict_dense, predict_scape
+from evals.network.measure import PROBE_SIZES
+from evals.network.methods import METHODS, Method
+from evals.network.report import Setting, Table
+
+EFFICIENCY = 0.956
+NOT_MODELLED = ("zero2-owner",)  # gloo's reduce to one rank after the other is half-duplex: no mode of the planner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One row: what the planner says and what was measured, ms a step."""
+
+    setting: Setting
+    method: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def cluster_of(table: Table, setting: Setting, method: Method) -> Cluster:
+    """The hosts as the planner sees them."""
+    hosts, mbit = setting
+    probes = {row.method: row.median_ms / 1e3 for row in table.probes if (row.hosts, row.mbit) == (hosts, None)}
+    small, large = probes[f"probe-{PROBE_SIZES[0]}"], probes[f"probe-{PROBE_SIZES[-1]}"]
+    latency = small / (2 * (hosts - 1))
+    unshaped = 2 * (hosts - 1) / hosts * PROBE_SIZES[-1] / max(large - small, 1e-9)
+    bandwidth = unshaped if mbit is None else min(unshaped, mbit * 1e6 / 8 * EFFICIENCY)
+    link = Link(latency=latency, bandwidth=bandwidth)
+    algorithm = "direct" if method.is_scape else "ring"
+    return Cluster(nodes=hosts, gpus_per_node=1, inter=link, intra=link, algorithm=algorithm)  # type: ignore[arg-type]
+
+
+def predicted(method: Method, work: Workload, cluster: Cluster, sent: float) -> Prediction:
+    """The planner's row for a method; ``sent`` is what a rank of a low-rank or mock method sends, in bytes."""
+    if method.is_scape:
+        return predict_scape(work, cluster, 0.99 if "99" in method.name else 0.9)
+    if method.kind == "engine":
+        full = predict_dense(work, cluster)
+        if method.name != "zero2-bf16-comm":
+            return full
+        half = predict_dense(replace(work, dtype="bf16"), cluster, "ddp")  # the reduce in bf16, the gather in fp32
+        gather = full.network - predict_dense(work, cluster, "ddp").network
+        return replace(full, network=half.network + gather, step=half.step + gather)
+    if method.kind == "local":
+        none = Link(latency=0.0, bandwidth=float("inf"))
+        return predict_dense(work, replace(cluster, inter=none, intra=none), "ddp")
+    if method.kind == "ddp" and method.hook != "powersgd":
+        return predict_dense(work, cluster, "ddp")
+    n = cluster.ranks
+    message = sent * n / (2 * (n - 1))  # of a ring all-reduce
+    return predict_dense(replace(work, params=round(message / 4), dtype="fp32"), cluster, "ddp")
+
+
+def check_method(table: Table, name: str, hosts: int) -> list[Check]:
+    """A method's rows on one number of hosts."""
+    method, free = METHODS[name], (hosts, None)
+    settings = [s for s in table.settings if s[0] == hosts]
+    compute_rows = [row for s in settings if (row := table.get(s, "compute"))]
+    own, ratio = table.get(free, name), table.ratio(free, name, "compute")
+    if own is None or ratio is None or not compute_rows:
+        return []
+    compute = statistics.median(ms for row in compute_rows for ms in row.ms.values()) / 1e3
+    dtype = "bf16" if name in ("zero2-bf16", "ddp-bf16") else "fp32"
+    bare = Workload(params=own.params, compute=compute, dtype=dtype, dense_local=0.0, scape_local=0.0)  # type: ignore[arg-type]
+    network = predicted(method, bare, cluster_of(table, free, method), own.interface_bytes).network
+    local = ratio * compute - compute - network
+    work = replace(bare, dense_local=local, scape_local=local)
+    checks = []
+    for setting in settings:
+        row = table.get(setting, name)
+        if row is not None:
+            step = predicted(method, work, cluster_of(table, setting, method), own.interface_bytes).step
+            checks.append(Check(setting=setting, method=name, predicted=step * 1e3, measured=row.median_ms))
+    return checks
+
+
+def check_all(table: Table) -> list[Check]:
+    """Every row that the planner has a model for and that an unshaped measurement calibrates."""
+    hosts = dict.fromkeys(count for count, mbit in table.settings if mbit is None)
+    return [
+        check
+        for count in hosts
+        for name in METHODS
+        if name not in NOT_MODELLED
+        for check in check_method(table, name, count)
+    ]

@@ -1,0 +1,193 @@
+"""From rounds to ratios, verdicts, CSV and Markdown; the order of rounds; the wall-clock to a loss; the predictions."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from evals.network.__main__ import bandwidths, build_parser, check
+from evals.network.loss import Curve
+from evals.network.loss import table as loss_table
+from evals.network.measure import Row, block_request, order_of, rounds_of, speed, step_ms
+from evals.network.methods import METHODS
+from evals.network.predict import check_all
+from evals.network.report import Table, as_csv, grid, markdown, read_csv, verdicts
+
+WHERE = {
+    "preset": "gpt-10m", "tokens": "256", "commit": "abc", "date": "2026-11-29", "hardware": "2 x CPU",
+    "torch": "2.13", "deepspeed": "0.19.8", "command": "python -m evals.network",
+}  # fmt: skip
+P = 10_000_000
+
+
+def row(method: str, ms: list[float], mbit: float | None = 200.0, sent: float = 0.0, counted: float = 0.0) -> Row:
+    return Row(2, mbit, method, P, dict(enumerate(ms)), sent, counted, {"ms_reduce": 1.5} if "scape" in method else {})
+
+
+def table(scape: float = 400.0, mbit: float = 200.0, bytes_factor: float = 1.01) -> Table:
+    sent = 0.047 * P
+    return Table([
+        row("compute", [380, 390, 400], mbit), row("zero2", [3500, 3600, 3700], mbit), row("powersgd", [600] * 3, mbit),
+        row("scape99", [scape] * 3, mbit, sent * bytes_factor, sent), row("mock99", [395] * 3, mbit),
+    ])  # fmt: skip
+
+
+def test_ratios_are_taken_inside_a_round() -> None:
+    """A machine that slows down from round to round changes both; the ratio of the medians would not see that."""
+    rows = [row("zero2", [100, 200, 400]), row("scape99", [50, 110, 400 / 3])]
+    assert Table(rows).ratio((2, 200.0), "zero2", "scape99") == 2.0
+
+
+def test_ratios_use_only_rounds_that_both_have() -> None:
+    slow, fast = row("zero2", [100, 200]), row("scape99", [50, 100])
+    fast.ms |= {2: 1.0, 3: 1.0, 4: 1.0}
+    assert Table([slow, fast]).ratio((2, 200.0), "zero2", "scape99") == 2.0
+    assert Table([slow]).ratio((2, 200.0), "zero2", "scape99") is None
+
+
+def said(table: Table, what: str) -> bool:
+    (verdict,) = [v for v in verdicts(table) if what in v.target]
+    return verdict.met
+
+
+@pytest.mark.parametrize(
+    ("what", "good", "bad"),
+    [
+        ("the mock", {"scape": 414.0}, {"scape": 416.0}),
+        ("compute only", {"mbit": 1000.0, "scape": 405.0}, {"mbit": 1000.0, "scape": 415.0}),
+        ("3.26 times", {"scape": 1100.0}, {"scape": 1110.0}),
+        ("every peer", {"scape": 599.0}, {"scape": 601.0}),
+        ("byte counter", {"bytes_factor": 1.049}, {"bytes_factor": 1.051}),
+        ("byte counter", {"bytes_factor": 0.951}, {"bytes_factor": 0.949}),
+    ],
+)
+def test_each_target_is_judged_at_its_edge(what: str, good: dict[str, float], bad: dict[str, float]) -> None:
+    assert said(table(**good), what) and not said(table(**bad), what)
+
+
+def test_the_speed_up_is_asked_only_where_zero_waits_for_the_network() -> None:
+    mostly_compute = Table([row("compute", [400]), row("zero2", [1200]), row("scape99", [400])])
+    assert not [v for v in verdicts(mostly_compute) if "3.26" in v.target]
+
+
+def test_csv_comes_back_as_it_was(tmp_path: Path) -> None:
+    rows = [row("compute", [1.5, 2.5], None), row("scape99", [3.25], 100.0, 5.0, 4.0), row("probe-4", [0.5], None)]
+    rows[0].ms = {0: 1.5, 3: 2.5}
+    path = tmp_path / "network.csv"
+    path.write_text(as_csv(Table(rows), WHERE))
+    assert read_csv(path) == (rows, WHERE)
+    lines = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert all(line["commit"] == "abc" and line["command"] == "python -m evals.network" for line in lines)
+
+
+def test_markdown_has_all_settings_verdicts_and_provenance() -> None:
+    text = markdown(table(scape=500), WHERE)
+    assert "| method | bytes a parameter sent | 200 Mbit |" in text
+    assert "| SCAPE 99%, ZeRO-2 | 0.047 | 500 (7.20x) |" in text
+    assert "| ZeRO-2 | 0.000 | 3,600 |" in text
+    assert "**missed**" in text and "commit abc, 2026-11-29" in text
+    assert grid(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_odd_rounds_go_backwards() -> None:
+    assert order_of(["a", "b", "c"], 0) == ["a", "b", "c"] and order_of(["a", "b", "c"], 3) == ["c", "b", "a"]
+
+
+def test_blocks() -> None:
+    """SCAPE always gets a lead: at a block's start a mask must be in flight as at its end."""
+    assert block_request("zero2", 3000, 3) == {"do": "block", "method": "zero2", "lead": 0, "steps": 1}
+    assert block_request("zero2", 100, 3)["lead"] == 1 and block_request("zero2", 100, 3)["steps"] == 3
+    assert block_request("scape99", 3000, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 1}
+
+
+def test_slow_steps_take_part_in_fewer_rounds() -> None:
+    assert [rounds_of(ms, 4) for ms in (900, 1100, 5100)] == [4, 2, 1] and rounds_of(1100, 1) == 1
+
+
+def test_compute_alone_is_as_slow_as_the_slowest_rank_of_each_step() -> None:
+    ranks = [[1.0, 3.0], [3.0, 1.0]]
+    assert step_ms("compute", ranks) == 3.0 and step_ms("zero2", ranks) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("mbit", "text"), [(None, "unshaped"), (1000.0, "1 Gbit"), (2500.0, "2.5 Gbit"), (200.0, "200 Mbit")]
+)
+def test_speeds_in_words(mbit: float | None, text: str) -> None:
+    assert speed(mbit) == text
+
+
+def test_bandwidths_of_the_command_line() -> None:
+    assert bandwidths(["unshaped", "1000", "0.5"]) == (None, 1000.0, 0.5)
+    for bad in ("0", "-1", "fast", "nan", "inf"):
+        with pytest.raises(ValueError, match=f"--mbit {bad}: give a positive number"):
+            bandwidths([bad])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "1"], "--hosts 1: between 2 and 100"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--micro-batch", "0"], "--micro-batch 0"),
+        (["--methods", "compute", "mock99"], "--methods mock99: sends the bytes of scape99"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], said: str) -> None:
+    args: argparse.Namespace = build_parser().parse_args(arguments)
+    with pytest.raises(ValueError, match=said):
+        check(args)
+
+
+def test_wall_clock_to_a_loss_is_interpolated() -> None:
+    curve = Curve("zero2", 1e-3, [(100, 10.0, 4.0), (200, 20.0, 3.0), (300, 30.0, 3.5)])
+    assert curve.reached(3.5) == (150, 15.0)
+    assert curve.reached(4.5) == (100, 10.0)
+    assert curve.reached(2.0) is None
+
+
+def test_the_saving_is_against_zero2() -> None:
+    dense = Curve("zero2", 1e-3, [(100, 100.0, 3.0)])
+    half = Curve("scape90", 1e-3, [(200, 56.7, 3.0)])
+    late = Curve("scape99", 1e-3, [(300, 40.0, 3.1)])
+    text = loss_table([dense, half, late], 3.0)
+    assert "| 200 | 57 | 284 | 43.3% |" in text and "| not within 300 | > 40 | 133 | - |" in text
+
+
+def synthetic(noise: float = 1.0) -> Table:
+    """Rows as an ideal network would give them, from closed forms written out here."""
+    rows, compute, local = [], 400.0, 50.0
+    for mbit in (None, 1000.0, 100.0):
+        rate = 600e6 if mbit is None else 0.956 * mbit * 1e6 / 8
+        latency = 0.3
+        one_pass = 4 * P / 2 / rate * 1e3 + latency
+        rows += [
+            row("compute", [compute], mbit),
+            row("ddp", [compute + local + 2 * one_pass], mbit),
+            row("zero2", [(compute + local + 3 * one_pass) * (noise if mbit else 1)], mbit),
+            row("mock99", [compute + 2 * latency + 0.05 * P / rate * 1e3], mbit, sent=0.05 * P),
+        ]
+    probes = [(4, 0.6), (1 << 20, 0.6 + (1 << 20) / 600e6 * 1e3), (1 << 23, 0.6 + (1 << 23) / 600e6 * 1e3)]
+    return Table(rows + [row(f"probe-{size}", [ms], None) for size, ms in probes])
+
+
+def test_the_planner_is_exact_on_an_ideal_network() -> None:
+    checks = check_all(synthetic())
+    assert {c.method for c in checks} == {"compute", "ddp", "zero2", "mock99"} and len(checks) == 12
+    assert max(abs(c.error) for c in checks) < 1e-3
+
+
+def test_the_check_sees_a_network_that_behaves_otherwise() -> None:
+    assert min(c.error for c in check_all(synthetic(noise=1.3)) if c.method == "zero2") == pytest.approx(
+        1 / 1.3 - 1, abs=1e-3
+    )
+
+
+def test_every_method_is_known_to_the_configurations() -> None:
+    from evals.network.methods import CONFIGS
+
+    for method in METHODS.values():
+        assert not method.config or (CONFIGS / f"{method.config}.json").is_file()

@@ -1,0 +1,103 @@
+"""Step times, bytes and memory of the planner against the package's own sizes and state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.plan import Cluster, Workload, break_even, predict, predict_all
+from deepspeed_scape.plan.cluster import Link
+from deepspeed_scape.plan.memory import scape as planned_memory
+from deepspeed_scape.plan.messages import scape as message_sizes
+from deepspeed_scape.plan.step import predict_dense, predict_scape
+from evals.overhead import LocalStep, group_of
+
+WORK = Workload(params=100_000_000, compute=0.5, dtype="bf16", dense_local=0.01, scape_local=0.02)
+
+
+def slow(nodes: int = 8, bandwidth: float = 1e8) -> Cluster:
+    link = Link(latency=0.0, bandwidth=bandwidth)
+    return Cluster(nodes=nodes, gpus_per_node=1, inter=link, intra=link, algorithm="ring")
+
+
+@pytest.mark.parametrize("sparsity", [0.99, 0.9, 0.5])
+@pytest.mark.parametrize(("params", "ranks"), [(10_000, 2), (1_000_002, 3), (130_000, 4)])
+def test_messages_are_what_the_package_sends(params: int, ranks: int, sparsity: float) -> None:
+    step = LocalStep(group_of([("p", params)], sparsity, ranks), ranks)
+    group, buffers = step.group, WireBuffers([step.group], ranks, torch.float32)
+    found = message_sizes(group.layout.numel, ranks, 1 - sparsity, "fp32", "fp32")
+    packed, _ = buffers.send_buffer(dense=False)
+    own, _ = buffers.param_buffer(dense=False)
+    assert found.reduce == packed.nbytes
+    assert found.params == own.nbytes * ranks
+    assert found.mask == group.code.nbytes * ranks
+
+
+@pytest.mark.parametrize("sparsity", [0.99, 0.9])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_is_what_the_state_holds(sparsity: float, ranks: int) -> None:
+    """As in DESIGN: weights, gradients, residual and mask on every rank, four tensors on the owner."""
+    params = 1_000_000
+    step = LocalStep(group_of([("p", params)], sparsity, ranks), ranks)
+    grad = torch.randn(params)
+    step.run([grad])
+    group = step.group
+    moments = [group.moments["exp_avg"], group.moments["exp_avg_sq"]]
+    assert group.position is not None
+    state = [group.flat, group.residual, group.position, group.master, group.last, *moments, grad]
+    planned = planned_memory(params, ranks, 1 - sparsity, "fp32", "fp32")
+    assert sum(tensor.nbytes for tensor in state) == pytest.approx(planned, rel=1e-3)
+
+
+def test_dense_modes_send_three_and_two_passes() -> None:
+    dense, scattered = predict_all(WORK, slow(), [])
+    size = 2 * WORK.params
+    assert dense.bytes_sent == pytest.approx(3 * size * 7 / 8)
+    assert scattered.bytes_sent == pytest.approx(2 * size * 7 / 8)
+    assert dense.network == pytest.approx(dense.bytes_sent / 1e8)
+    assert dense.step == pytest.approx(0.5 + 0.01 + dense.network)
+    assert predict(WORK, slow()) == dense
+
+
+def test_a_dense_reduction_hides_under_the_backward_at_most() -> None:
+    overlapped = replace(WORK, dense_overlap=1.0)
+    gap = predict_dense(WORK, slow()).step - predict_dense(overlapped, slow()).step
+    assert gap == pytest.approx(0.5 * 2 / 3)
+    quick = slow(bandwidth=1e12)
+    assert predict_dense(overlapped, quick).network == pytest.approx(quick.all_gather(2 * WORK.params))
+
+
+def test_the_mask_hides_under_the_compute_at_most() -> None:
+    exposed = replace(WORK, mask_overlap=False)
+    mask = slow().all_gather(message_sizes(WORK.params, 8, 0.01, "bf16", "fp32").mask)
+    assert mask < WORK.compute
+    assert predict_scape(exposed, slow(), 0.99).step - predict_scape(WORK, slow(), 0.99).step == pytest.approx(mask)
+    crawl = slow(bandwidth=1e5)
+    assert predict_scape(WORK, crawl, 0.99).hidden == pytest.approx(WORK.compute)
+
+
+def test_break_even_is_where_the_steps_are_equal() -> None:
+    found = break_even(WORK, slow(), 0.99)
+    at = slow(bandwidth=found)
+    assert predict_dense(WORK, at).step == pytest.approx(predict_scape(WORK, at, 0.99).step, rel=1e-6)
+    assert (
+        predict_scape(WORK, slow(bandwidth=found / 2), 0.99).step < predict_dense(WORK, slow(bandwidth=found / 2)).step
+    )
+
+
+def test_break_even_at_no_and_at_every_bandwidth() -> None:
+    assert break_even(replace(WORK, scape_local=0.0), slow(), 0.99) == math.inf
+    dense = replace(WORK, compute=1e9, dense_overlap=1.0, scape_local=1e9)
+    assert break_even(dense, slow(), 0.99) == 0.0
+
+
+def test_local_work_follows_the_memory_bandwidth() -> None:
+    free = replace(WORK, scape_local=None, dense_local=None)
+    twice = replace(free, memory_bandwidth=2 * free.memory_bandwidth)
+    for sparsity in (None, 0.9, 0.99):
+        assert predict(free, slow(), sparsity).local == pytest.approx(2 * predict(twice, slow(), sparsity).local)
+    assert predict(free, slow(), 0.9).local > predict(free, slow(), 0.99).local > 0
