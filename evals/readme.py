@@ -15,9 +15,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from deepspeed_scape.config import ScapeOptions
+from evals.network.report import Table, host_table, note, read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
+SHOWN = ("compute", "ddp", "ddp-bf16", "powersgd", "zero2", "scape90", "scape99", "mock99")  # of the network table
 
 
 def options_table() -> str:
@@ -66,6 +68,20 @@ def first_result() -> str:
     return f"{(RESULTS / 'first_result.md').read_text().strip()}\n\n{note}"
 
 
+def network() -> str:
+    """Step times on a slow network, from evals.network: two hosts, the methods that a user would choose between."""
+    path = RESULTS / "network.csv"
+    if not path.exists():
+        return ""
+    rows, where = read_csv(path)
+    table = Table(rows)
+    slow = Table([row for row in rows if row.mbit is not None])
+    more = f" {len(set(h for h, _ in table.settings))} numbers of hosts, all methods and targets in "
+    return "\n".join(host_table(slow, 2, SHOWN)) + (
+        f"\n\n{note(where)}{more}[evals/results/network.md](evals/results/network.md)."
+    )
+
+
 def overhead() -> str:
     """What the local work of a step costs, from evals.overhead."""
     path = RESULTS / "overhead.json"
@@ -89,7 +105,8 @@ def overhead() -> str:
 
 def filled(text: str) -> str:
     """``text`` with every marked section replaced."""
-    for name, content in (("first_result", first_result()), ("options", options_table()), ("overhead", overhead())):
+    sections = {"network": network, "first_result": first_result, "options": options_table, "overhead": overhead}
+    for name, content in ((name, make()) for name, make in sections.items()):
         pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
         text = pattern.sub(lambda _, n=name, c=content: f"<!-- {n} -->\n{c}\n<!-- /{n} -->", text)
     return text

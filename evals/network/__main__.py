@@ -22,9 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evals.network import predict
 from evals.network.hosts import HostsUnavailable, missing
 from evals.network.measure import Settings, compare
 from evals.network.methods import METHODS
+from evals.network.predict import check_all
 from evals.network.ranks import RankFailed
 from evals.network.report import Table, as_csv, markdown, write
 from evals.provenance import provenance
@@ -119,15 +121,17 @@ def where_from(args: argparse.Namespace) -> dict[str, str]:
     return provenance() | {"command": command, "preset": args.preset, "tokens": str(tokens)}
 
 
-def run_table(args: argparse.Namespace, say: Any) -> None:
+def run_table(args: argparse.Namespace, where: dict[str, str], say: Any) -> None:
     settings, rows = settings_of(args), []
     for count in args.hosts:
         minutes = args.minutes * (count + 1) / sum(n + 1 for n in args.hosts)  # all ranks share the machine's cores
         rows += compare(count, replace(settings, minutes=minutes), say)
         table = Table(rows)  # written after every number of hosts: a later failure costs only what it was at
-        write(args.output / "network.csv", as_csv(table, where_from(args)))
-        write(args.output / "network.md", markdown(table, where_from(args)))
-    print(markdown(table, where_from(args)))
+        write(args.output / "network.csv", as_csv(table, where))
+        checks = check_all(table)
+        text = markdown(table, where) + (f"\n{predict.markdown(checks)}" if checks else "")
+        write(args.output / "network.md", text)
+    print(text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -136,20 +140,21 @@ def run(args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - began:5.0f} s] {text}", flush=True)
 
+    where = where_from(args)  # now: the tree may change while it runs
     if args.what == "table":
-        run_table(args, say)
+        run_table(args, where, say)
     elif args.what == "timeline":
         from evals.network.timeline import run_timeline
 
-        run_timeline(args, settings_of(args), where_from(args), say)
+        run_timeline(args, settings_of(args), where, say)
     elif args.what == "loss":
         from evals.network.loss import run_loss
 
-        run_loss(args, where_from(args), say)
+        run_loss(args, where, say)
     else:
         from evals.network.scaling import run_scaling
 
-        run_scaling(args, settings_of(args), where_from(args), say)
+        run_scaling(args, settings_of(args), where, say)
     say("done, everything is taken down")
 
 

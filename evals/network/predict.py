@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Prediction, Workload, predict_dense, predict_scape
-from evals.network.measure import PROBE_SIZES
+from evals.network.measure import PROBE_SIZES, speed
 from evals.network.methods import METHODS, Method
-from evals.network.report import Setting, Table
+from evals.network.report import Setting, Table, grid
 
 EFFICIENCY = 0.956
 NOT_MODELLED = ("zero2-owner",)  # gloo's reduce to one rank after the other is half-duplex: no mode of the planner
@@ -102,3 +102,17 @@ def check_all(table: Table) -> list[Check]:
         if name not in NOT_MODELLED
         for check in check_method(table, name, count)
     ]
+
+
+def markdown(checks: list[Check]) -> str:
+    """The planner's figure for every row, and its error."""
+    settings = list(dict.fromkeys(check.setting for check in checks))
+    found = {(check.method, check.setting): check for check in checks}
+    rows = []
+    for name in dict.fromkeys(check.method for check in checks):
+        cells = [found.get((name, setting)) for setting in settings]
+        rows.append(
+            [METHODS[name].title, *("-" if c is None else f"{c.predicted:,.0f} ({c.error:+.0%})" for c in cells)]
+        )
+    headings = ["planner, ms (error)", *(f"{hosts} hosts, {speed(mbit)}" for hosts, mbit in settings)]
+    return f"### The planner against these figures\n\n{grid(headings, rows)}\n\nUnshaped rows are its calibration.\n"
