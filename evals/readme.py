@@ -76,9 +76,10 @@ def network() -> str:
     rows, where = read_csv(path)
     table = Table(rows)
     slow = Table([row for row in rows if row.mbit is not None])
-    more = f" {len(set(h for h, _ in table.settings))} numbers of hosts, all methods and targets in "
+    hosts = " and ".join(str(count) for count in sorted({count for count, _ in table.settings}))
     return "\n".join(host_table(slow, 2, SHOWN)) + (
-        f"\n\n{note(where)}{more}[evals/results/network.md](evals/results/network.md)."
+        f"\n\nTwo hosts. {note(where)} All methods and targets on {hosts} hosts: "
+        "[evals/results/network.md](evals/results/network.md)."
     )
 
 
