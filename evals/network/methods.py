@@ -64,7 +64,7 @@ METHODS = {
             title="ZeRO-2, bf16 reduction",
             kind="engine",
             config="zero2_adamw_fp32",
-            top={"communication_data_type": "bfp16"},
+            top={"communication_data_type": "bf16"},
         ),
         Method(name="scape90-z1", title="SCAPE 90%, ZeRO-1", kind="engine", config="zero1_scape90_fp32"),
         Method(name="scape90", title="SCAPE 90%, ZeRO-2", kind="engine", config="zero2_scape90_fp32"),
