@@ -178,7 +178,7 @@ def main() -> None:
         run(args)
     except KeyboardInterrupt:
         sys.exit("interrupted; everything is taken down")
-    except (HostsUnavailable, RankFailed) as error:
+    except (HostsUnavailable, RankFailed, ValueError) as error:
         sys.exit(f"evals.network: error: {error}\neverything is taken down")
     finally:
         give_back(args)
