@@ -79,6 +79,10 @@ class Ranks:
             self.ask({"do": "leave"})
         self.close()
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a request to all ranks; returns their replies by rank.
 

@@ -15,8 +15,8 @@ from evals.network.methods import METHODS, PEERS, SCAPES
 SEEDS_SPEEDUP = 3.26  # of the seeds, per step, against dense ZeRO
 COLUMNS = (
     "hosts", "mbit", "method", "params", "ms", "ms_min", "ms_max", "rounds", "zero2_over", "compute_over", "over_mock",
-    "interface_bytes", "counted_bytes", "ms_of_rounds", "laps_ms", "preset", "tokens", "commit", "date", "hardware",
-    "torch", "deepspeed", "command",
+    "interface_bytes", "counted_bytes", "others", "ms_of_rounds", "laps_ms", "preset", "tokens", "commit", "date",
+    "hardware", "torch", "deepspeed", "command",
 )  # fmt: skip
 
 Setting = tuple[int, float | None]  # hosts, Mbit/s
@@ -69,8 +69,18 @@ def markdown(table: Table, provenance: dict[str, str]) -> str:
         parts += [f"### {hosts} hosts", "", *host_table(table, hosts), ""]
     parts += ["### Targets", "", "| target | measured | |", "|---|---|---|"]
     parts += [f"| {v.target} | {v.found} | {'met' if v.met else '**missed**'} |" for v in verdicts(table)]
-    parts += ["", note(provenance)]
+    parts += ["", note(provenance), "", disturbance(table)]
     return "\n".join(parts) + "\n"
+
+
+def disturbance(table: Table) -> str:
+    """What else ran on the machine meanwhile."""
+    shares = sorted(row.others for row in table.rows)
+    return (
+        f"Other processes (and the hypervisor) used {statistics.median(shares):.1%} of the processors in the median "
+        f"row's worst block, {shares[-1]:.1%} in the worst of all; above 4% a block is measured up to three times and "
+        "the quietest one counts."
+    )
 
 
 def note(provenance: dict[str, str]) -> str:
@@ -183,6 +193,7 @@ def as_csv(table: Table, provenance: dict[str, str]) -> str:
                 "ms_max": f"{max(row.ms.values()):.3f}", "rounds": len(row.ms),
                 **{k: "" if v is None else f"{v:.4f}" for k, v in ratios.items()},
                 "interface_bytes": f"{row.interface_bytes:.0f}", "counted_bytes": f"{row.counted_bytes:.0f}",
+                "others": f"{row.others:.3f}",
                 "ms_of_rounds": " ".join(f"{number}={ms:.3f}" for number, ms in row.ms.items()), "laps_ms": laps,
                 **{k: provenance[k] for k in COLUMNS if k in provenance},
             }
@@ -206,6 +217,7 @@ def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:
                 ms={int(number): float(ms) for number, ms in rounds.items()},
                 interface_bytes=float(line["interface_bytes"]),
                 counted_bytes=float(line["counted_bytes"]),
+                others=float(line["others"]),
                 laps={f"ms_{name}": float(ms) for name, ms in laps.items()},
             )
         )

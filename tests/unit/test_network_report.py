@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from evals.network.__main__ import bandwidths, build_parser, check
+from evals.network.bystanders import Bystanders
 from evals.network.loss import Curve
 from evals.network.loss import table as loss_table
-from evals.network.measure import Row, block_request, order_of, rounds_of, speed, step_ms
+from evals.network.measure import Comparison, Row, Settings, block_request, order_of, rounds_of, speed, step_ms
 from evals.network.methods import METHODS
 from evals.network.predict import check_all
 from evals.network.report import Table, as_csv, grid, markdown, read_csv, verdicts
@@ -140,6 +145,48 @@ def test_bad_arguments(arguments: list[str], said: str) -> None:
     args: argparse.Namespace = build_parser().parse_args(arguments)
     with pytest.raises(ValueError, match=said):
         check(args)
+
+
+def test_bystanders_are_what_the_ranks_did_not_use() -> None:
+    machine = iter(
+        [SimpleNamespace(user=100.0, nice=10.0, steal=1.0), SimpleNamespace(user=107.0, nice=12.0, steal=1.5)]
+    )
+    own = iter([20.0, 5.0, 24.0, 6.5])  # a rank and this process, twice
+    clock = iter([0.0, 10.0])
+    watch = Bystanders([42], lambda: next(machine), lambda pid: next(own), lambda: next(clock))
+    assert watch.share() == pytest.approx((9.5 - 5.5) / (10 * (os.cpu_count() or 1)))
+
+
+class FakeRanks:
+    """Replies to blocks at once; ``pids`` as the comparison wants them."""
+
+    pids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        self.asked += 1
+        return [{"ms": [float(self.asked)]}]
+
+
+@pytest.mark.parametrize(
+    ("shares", "last_ms", "kept", "asked"),
+    [
+        ([0.01], 100, 1.0, 1),
+        ([0.3, 0.02], 100, 2.0, 2),
+        ([0.3, 0.1, 0.2], 100, 2.0, 3),  # never quiet: the quietest
+        ([0.3], 3000, 1.0, 1),  # all network: not worth the time
+    ],
+)
+def test_a_disturbed_block_is_measured_again(shares: list[float], last_ms: float, kept: float, asked: int) -> None:
+    ranks = FakeRanks()
+    comparison = Comparison(None, ranks, Settings(), print)  # type: ignore[arg-type]
+    comparison.last_ms["zero2"] = last_ms
+    found = iter(shares)
+    comparison.bystanders = SimpleNamespace(start=lambda: None, share=lambda: next(found))  # type: ignore[assignment]
+    replies, share = comparison._undisturbed("zero2", math.inf)
+    assert replies[0]["ms"] == [kept] and ranks.asked == asked and share == min(shares)
 
 
 def test_wall_clock_to_a_loss_is_interpolated() -> None:
