@@ -4,6 +4,7 @@
 - ``DeepSpeedEngine._configure_zero_optimizer`` reads the module global ``DeepSpeedZeroOptimizer`` when it is called, so
   our subclass stands there for the time of that call, when the optimizer is ours.
 - ``_do_optimizer_sanity_check`` would send stage 1 + bf16 + fp32 accumulation to ``BF16_Optimizer``.
+- ``save_checkpoint`` and ``load_checkpoint`` are made atomic (``saving.py``) where the optimizer is ours.
 - ``_do_sanity_check`` is the first place where the engine knows its configuration: bad options stop there.
 """
 
@@ -20,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
 
+from deepspeed_scape import saving
 from deepspeed_scape.adams import AdamS
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
 from deepspeed_scape.monitor import StepMonitor
@@ -33,7 +35,17 @@ SUPPORTED = ">=0.16.9,<0.20"
 _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "DeepSpeedEngine": (
         engine_module.DeepSpeedEngine,
-        ("_do_sanity_check", "_do_optimizer_sanity_check", "_configure_zero_optimizer"),
+        (
+            "_do_sanity_check",
+            "_do_optimizer_sanity_check",
+            "_configure_zero_optimizer",
+            "save_checkpoint",
+            "load_checkpoint",
+            "load_module_state_dict",
+            "load_universal_checkpoint",
+            "use_node_local_storage",
+            "_get_ckpt_name",
+        ),
     ),
     "deepspeed.runtime.engine": (engine_module, ("DeepSpeedZeroOptimizer",)),
     "DeepSpeedZeroOptimizer": (
@@ -50,6 +62,8 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "state_dict",
             "_load_legacy_checkpoint",
             "_load_universal_checkpoint",
+            "_load_global_state",
+            "update_lp_params",
             "_link_all_hp_params",
             "_lazy_init_hp_params_optimizer_state",
             "_update_scale",
@@ -75,6 +89,8 @@ def register() -> None:
     _wrap("_do_sanity_check", _sanity_check)
     _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
+    _wrap("save_checkpoint", _where_ours(saving.save_checkpoint))
+    _wrap("load_checkpoint", _where_ours(saving.load_checkpoint))
 
 
 def check_internals() -> None:
@@ -106,6 +122,15 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
     method.wrapped_by_scape = True  # type: ignore[attr-defined]
     setattr(engine, name, method)
+
+
+def _where_ours(around: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(engine.optimizer, ScapeZeroOptimizer):
+            return around(stock, engine, *args, **kwargs)
+        return stock(engine, *args, **kwargs)
+
+    return choose
 
 
 def _sanity_check(stock: Callable[..., Any], engine: Any) -> None:

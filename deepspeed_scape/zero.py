@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_scape import checkpoint, gradient_views
+from deepspeed_scape import checkpoint, gradient_views, reshard
+from deepspeed_scape.agreement import all_or_none
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.group import ScapeGroup
@@ -271,28 +273,43 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
         self.finish_mask()
-        own = state_dict_list[dist.get_rank(self.dp_process_group)]
+        own: dict[str, Any] = {}
         if load_optimizer_states:
-            checkpoint.check(own, self)  # refuse before anything has changed
+            with all_or_none(self.dp_process_group):  # refuse before anything has changed, on all ranks
+                own = checkpoint.own_state(state_dict_list[dist.get_rank(self.dp_process_group)])
+                checkpoint.check(own, self)
         self._loading_state = True
         try:
             super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         finally:
             self._loading_state = False
-        checkpoint.restore(own if load_optimizer_states else {}, self)
+        checkpoint.restore(own, self)
 
     def _restore_from_bit16_weights(self) -> None:
         """Masters from the replica. Outside the loading of our own state the weights are others: start afresh."""
         super()._restore_from_bit16_weights()
         if not self._loading_state:
             self.finish_mask()
-            checkpoint.restore({}, self)
+            checkpoint.start_afresh(self)
 
-    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "checkpoint.load_universal = true: SCAPE cannot yet take its residuals over to another world size. "
-            "Remedy: resume on the world size of the checkpoint"
-        )
+    def _load_universal_checkpoint(
+        self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
+    ) -> None:
+        """Masters, moments and our state at this world size; DeepSpeed then gathers the replicas from the masters.
+
+        DeepSpeed's own loader fails on a rank that holds no element of a group.
+        """
+        self.finish_mask()
+        folder = Path(checkpoint_folder) / "zero"
+        common = torch.load(
+            folder / "optimizer_state.pt", map_location="cpu", weights_only=False
+        )  # DeepSpeed's classes
+        self._load_global_state(common)
+        if load_optimizer_states:
+            for group, saved in zip(self.optimizer.param_groups, common["param_groups"], strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
+        with all_or_none(self.dp_process_group):
+            reshard.load(folder, self, load_optimizer_states)
 
 
 def _close(exchange: weakref.ref[Exchange]) -> None:
