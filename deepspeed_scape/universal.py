@@ -3,9 +3,9 @@
     python -m deepspeed_scape.universal CHECKPOINT OUT
 
 CHECKPOINT is the folder of one tag (``runs/mine/checkpoints/step1000``). OUT is written whole or not at all:
-DeepSpeed's ``ds_to_universal`` with SCAPE's own state beside it. OUT's parent gets a ``latest_universal``, so the run goes on with
-
-    "checkpoint": {"load_universal": true}        engine.load_checkpoint(OUT's parent, tag=OUT's name)
+DeepSpeed's ``ds_to_universal`` with SCAPE's own state beside it (``reshard.py``). OUT's parent gets a
+``latest_universal`` that names OUT, and the run goes on with ``"checkpoint": {"load_universal": true}`` and
+``engine.load_checkpoint(OUT's parent)``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def convert(source: Path, out: Path, workers: int = 1) -> None:
     stage.mkdir(parents=True)
     try:
         _convert_deepspeeds(source, stage, workers)
-        _convert_ours(_rank_files(source, listed), stage / "zero")
+        _convert_ours(rank_files(source, listed), stage / "zero")
         _seal(stage, listed)
         stage.rename(out)
     finally:
@@ -80,8 +80,12 @@ def _convert_deepspeeds(source: Path, stage: Path, workers: int) -> None:
         ) from error
 
 
-def _rank_files(source: Path, listed: dict[str, Any]) -> list[Path]:
-    """The ZeRO files in rank order."""
+def rank_files(source: Path, listed: dict[str, Any]) -> list[Path]:
+    """The ZeRO files of a checkpoint in rank order.
+
+    Raises:
+        ScapeCheckpointError: some ranks' files are elsewhere.
+    """
     names = [name for name in listed["files"] if name.endswith("_optim_states.pt")]
     by_rank = sorted(names, key=lambda name: int(name.split("zero_pp_rank_")[1].split("_")[0]))
     if len(by_rank) != listed["world_size"]:
@@ -93,19 +97,20 @@ def _rank_files(source: Path, listed: dict[str, Any]) -> list[Path]:
 
 
 def _convert_ours(files: list[Path], zero: Path) -> None:
-    states = [_load(file)["optimizer_state_dict"][checkpoint.KEY] for file in files]
+    states = [load_file(file)["optimizer_state_dict"][checkpoint.KEY] for file in files]
     for name, state in reshard.split(states):
         if state["last"].numel():
             torch.save(state, zero / name / reshard.FILE)
     torch.save(reshard.summarise(states), zero / reshard.FILE)
     path, lean = zero / "optimizer_state.pt", zero / "optimizer_state.lean"
-    common = _load(path)
+    common = load_file(path)
     del common[checkpoint.KEY]  # rank 0's, a copy that nothing reads
     torch.save(common, lean)  # not over a file that is mapped
     lean.replace(path)
 
 
-def _load(path: Path) -> Any:
+def load_file(path: Path) -> Any:
+    """One of DeepSpeed's files, mapped where its format allows; it may name classes of DeepSpeed's."""
     try:
         return torch.load(str(path), map_location="cpu", weights_only=False, mmap=True)
     except RuntimeError:  # checkpoint.serialization: false writes a format that cannot be mapped
