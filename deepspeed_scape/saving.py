@@ -7,6 +7,7 @@ DeepSpeed unpickles or changes anything.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from deepspeed.utils import logger
 
 from deepspeed_scape import checkpoint, manifest
 from deepspeed_scape.agreement import all_or_none, gather, raise_together
+from deepspeed_scape.faults import patient
 from deepspeed_scape.manifest import ScapeCheckpointError
 
 
@@ -66,6 +68,27 @@ def save_checkpoint(
         ScapeCheckpointError: a rank cannot write, or the ranks name different tags; nothing is left of the new
             checkpoint, and the one before is as it was. All ranks raise.
     """
+    with _together(engine, "save_checkpoint"):
+        return _save(stock, engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+
+def _together(engine: Any, what: str) -> contextlib.ExitStack:
+    """Time for ranks that have more to write or read, and one error when a rank is lost meanwhile."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(engine.optimizer.roster.watch(what))
+    stack.enter_context(patient(engine.optimizer.options.timeout, engine.optimizer.dp_process_group))
+    return stack
+
+
+def _save(
+    stock: Callable[..., Any],
+    engine: Any,
+    save_dir: str,
+    tag: Any,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    exclude_frozen_parameters: bool,
+) -> Any:
     group = engine.optimizer.dp_process_group
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if len(tags := set(gather(tag, group))) > 1:
@@ -80,7 +103,7 @@ def save_checkpoint(
     engine.checkpoint_engine = recorder
     try:
         draft_tag = str(draft.relative_to(save_dir))
-        done = stock(engine, save_dir, draft_tag, client_state or {}, False, exclude_frozen_parameters)
+        done = stock(engine, save_dir, draft_tag, client_state, False, exclude_frozen_parameters)
         raise_together(recorder.problem, group)
         _seal(engine, draft, recorder.written, writer)
         with all_or_none(group):
@@ -148,6 +171,20 @@ def load_checkpoint(
     Raises:
         ScapeCheckpointError: names the file or setting and the remedy, on all ranks; nothing has changed.
     """
+    with _together(engine, "load_checkpoint"):
+        chosen = _choose(engine, load_dir, tag, load_module_only or not load_optimizer_states)
+        if chosen is None:
+            return stock(engine, load_dir)  # a warning and (None, None): the start of a run that saves there
+        if engine.load_universal_checkpoint():
+            _load_frozen(engine, load_dir, chosen, load_module_strict, custom_load_fn)
+        return stock(
+            engine, load_dir, chosen, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+            load_module_only, custom_load_fn,
+        )  # fmt: skip
+
+
+def _choose(engine: Any, load_dir: str, tag: Any, weights_only: bool) -> str | None:
+    """The tag to load, the same and good on all ranks; None if there is no ``latest`` yet."""
     group = engine.optimizer.dp_process_group
     universal = engine.load_universal_checkpoint()
     latest = Path(load_dir, "latest_universal" if universal else "latest")
@@ -155,7 +192,7 @@ def load_checkpoint(
     if len(set(wanted)) > 1:
         raise ScapeCheckpointError(f"the ranks would load different tags: {wanted}. Remedy: give all the same tag")
     if wanted[0] is None and not universal:
-        return stock(engine, load_dir)  # a warning and (None, None): the start of a run that saves there
+        return None
     with all_or_none(group):
         if wanted[0] is None:
             raise ScapeCheckpointError(f"there is no {latest}. Remedy: name a tag, or convert a checkpoint")
@@ -163,13 +200,8 @@ def load_checkpoint(
         if _is_writer(engine):
             manifest.recover(folder)
     with all_or_none(group):
-        _inspect(engine, folder, weights_only=load_module_only or not load_optimizer_states)
-    if universal:
-        _load_frozen(engine, load_dir, wanted[0], load_module_strict, custom_load_fn)
-    return stock(
-        engine, load_dir, wanted[0], load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-        load_module_only, custom_load_fn,
-    )  # fmt: skip
+        _inspect(engine, folder, weights_only)
+    return wanted[0]
 
 
 def _wanted_tag(tag: Any, latest: Path) -> str | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_scape import checkpoint, gradient_views, reshard
+from deepspeed_scape import checkpoint, faults, gradient_views, reshard
 from deepspeed_scape.agreement import all_or_none
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.exchange import Exchange
@@ -50,6 +50,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         super().__init__(init_optimizer, *args, **kwargs)
         self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
         self.exchange = Exchange(self.dp_process_group, self.bit16_groups_flat[0].device, self.options.overlap_comm)
+        faults.limit_wait(self.options.timeout, [self.dp_process_group, self.exchange.mask_group])
+        self.roster = faults.Roster(self.dp_process_group)
         self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
         self.wire = WireBuffers(self.scape_groups, self.exchange.world_size, self.options.value_torch_dtype)
         self.norms = GradientNorms(self.exchange.world_size)
@@ -163,13 +165,14 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """One optimizer step. A step with an inf or nan gradient on any rank is skipped and changes nothing."""
         self.stopwatch.restart()
         scale = self.loss_scale
-        self._measure_gradients(scale)
-        self._update_scale(self.overflow)
-        if self.overflow:
-            self._global_grad_norm = math.inf
-        else:
-            self._global_grad_norm = self.norms.estimate / scale
-            self._apply_step(self.norms.coefficient / scale)
+        with self.roster.watch(f"optimizer step {self.applied_steps + 1}"):
+            self._measure_gradients(scale)
+            self._update_scale(self.overflow)
+            if self.overflow:
+                self._global_grad_norm = math.inf
+            else:
+                self._global_grad_norm = self.norms.estimate / scale
+                self._apply_step(self.norms.coefficient / scale)
         self.zero_grad()
         self._collect_stats(scale)
 
