@@ -85,7 +85,7 @@ def resume(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
 
 
 def convert(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
-    """Another sparsity goes on with a warning; another normalizer or optimizer is refused; weights alone start afresh."""
+    """Another sparsity goes on with a warning; another normalizer or optimizer does not; weights alone start afresh."""
     from tests.dist import tiny
 
     path = str(folder / case["name"])

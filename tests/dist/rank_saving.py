@@ -1,4 +1,4 @@
-"""Ranks of test_saving.py: ``die`` is killed at a chosen point of a save, ``try`` loads what it is told, ``full`` fills a disk."""
+"""Ranks of test_saving.py: killed at a chosen point of a save, loading what they are told, filling a disk."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def arm(point: str, rank: int) -> None:
 
 
 def run_die(folder: Path, rank: int, point: str) -> None:
-    """Save tag "one", go on, and be killed while saving tag "two", or "one" again where the point needs an older one."""
+    """Save tag "one", go on, and be killed while saving "two", or "one" again where the point needs an older one."""
     engine = build()
     train(engine, 0, 4)
     engine.save_checkpoint(str(folder), tag="one")
@@ -85,7 +85,10 @@ def attempt(engine: Any, folder: str, tag: str | None, **options: Any) -> dict[s
 
 def run_try(attempts: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
     engine = build(seed=5)
-    results = [attempt(engine, a["folder"], a["tag"][rank] if isinstance(a["tag"], list) else a["tag"]) for a in attempts]
+    results = []
+    for one in attempts:
+        tag = one["tag"]
+        results.append(attempt(engine, one["folder"], tag[rank] if isinstance(tag, list) else tag))
     engine.destroy()
     return results
 

@@ -36,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def live(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The model's own state dict, and the masters of what was trained."""
     saved = torch.load(folder / name / "saved.pt")
-    return saved["module"], {key: value["master"] for key, value in saved["parameters"].items() if value["master"].numel()}
+    masters = {key: value["master"] for key, value in saved["parameters"].items()}
+    return saved["module"], {key: value for key, value in masters.items() if value.numel()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,14 +80,11 @@ def two_hosts() -> Iterator[list[str]]:
 def test_a_cut_between_hosts_ends_both_sides(two_hosts: list[str], tmp_path: Path) -> None:
     ranks = []
     for rank, host in enumerate(two_hosts):
-        env = {
-            **os.environ,
-            **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
-            **{"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29601", "GLOO_SOCKET_IFNAME": "eth0"},
-            **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            **{"TORCH_EXTENSIONS_DIR": extensions_dir(), "SCAPE_TEST_DEADLINE": str(time.time() + 200)},
-            **{"SCAPE_TEST_OUT": str(tmp_path / "rank"), "READY": str(tmp_path / f"ready{rank}")},
-        }
+        env = {**os.environ, "RANK": str(rank), "READY": str(tmp_path / f"ready{rank}")}
+        env |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29601", "GLOO_SOCKET_IFNAME": "eth0"}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env |= {"TORCH_EXTENSIONS_DIR": extensions_dir(), "SCAPE_TEST_DEADLINE": str(time.time() + 200)}
         command = ["ip", "netns", "exec", host, sys.executable, str(Path(__file__).with_name("rank_cut.py"))]
         log = open(tmp_path / f"log{rank}", "wb")  # noqa: SIM115
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))

@@ -132,7 +132,8 @@ def test_a_killed_save_is_refused_or_whole(folder: Path, killed: Any, tried: Any
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused_by_name_alike_on_all_ranks(tried: Any, name: str) -> None:
     said = [got["error"] for got in tried[name]]
-    assert said[0] == said[1] and said[0].startswith("ScapeCheckpointError: ") and "Remedy: " in said[0] or name == "fewer groups"
+    assert said[0] == said[1] and said[0].startswith("ScapeCheckpointError: ")
+    assert "Remedy: " in said[0] or name == "fewer groups"
     for part in DAMAGE[name][1]:
         assert part in said[0]
     assert all(got["unchanged"] for got in tried[name])
@@ -140,7 +141,8 @@ def test_damage_is_refused_by_name_alike_on_all_ranks(tried: Any, name: str) -> 
 
 def test_what_latest_names_must_exist(tried: Any) -> None:
     for got in tried["latest names nothing"]:
-        assert "there is no checkpoint" in got["error"] and "gone" in got["error"] and "global_step6, one" in got["error"]
+        for part in ("there is no checkpoint", "gone", "load another tag: global_step6, one"):
+            assert part in got["error"]
 
 
 def test_ranks_that_mean_different_tags_are_refused(tried: Any, good: Any) -> None:
@@ -157,7 +159,8 @@ def test_the_start_of_a_run_is_no_error(tried: Any) -> None:
 
 def test_whole_checkpoints_load_and_leave_no_drafts(folder: Path, tried: Any, good: Any) -> None:
     assert all(got["steps"] == good[0]["step"] for got in tried["good"])
-    assert sorted(p.name for p in (folder / "good").iterdir() if not p.name.startswith("ours")) == ["global_step6", "latest", "one"]
+    left = sorted(path.name for path in (folder / "good").iterdir() if not path.name.startswith("ours"))
+    assert left == ["global_step6", "latest", "one"]
 
 
 def test_ours_is_tensors_and_plain_types(good: Any) -> None:
@@ -182,7 +185,8 @@ def test_a_full_disk_is_told_on_all_ranks_and_loses_nothing(folder: Path, small_
     results = run_ranks(SCRIPT, 2, ["full", folder / "full", small_disk], timeout=60)
     for result in results:
         assert result["said"] == results[0]["said"]
-        assert "ScapeCheckpointError: " in result["said"] and "cannot write" in result["said"] and "bytes free" in result["said"]
+        for part in ("ScapeCheckpointError: ", "cannot write", "bytes free"):
+            assert part in result["said"]
         assert result["left"] == ["filler", "latest", "one"] and result["latest"] == "one"  # no rest of the broken save
         assert result["losses"] and result["resumed"]["steps"] == 4
     assert (folder / "full" / "elsewhere" / manifest.NAME).exists()

@@ -1,4 +1,4 @@
-"""A checkpoint resumed on another number of ranks, through ``deepspeed_scape.universal``: nothing lost, element-wise."""
+"""A checkpoint resumed on another number of ranks through ``deepspeed_scape.universal``: no element is lost."""
 
 from __future__ import annotations
 
