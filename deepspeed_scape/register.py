@@ -6,11 +6,13 @@
 - ``_do_optimizer_sanity_check`` would send stage 1 + bf16 + fp32 accumulation to ``BF16_Optimizer``.
 - ``save_checkpoint`` and ``load_checkpoint`` are made atomic (``saving.py``) where the optimizer is ours.
 - ``_do_sanity_check`` is the first place where the engine knows its configuration: bad options stop there.
+- ``deepspeed.initialize`` is where everything begins: what is wrong with the JSON is said there (``initialize.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from deepspeed.utils import logger
 from deepspeed_scape import saving
 from deepspeed_scape.adams import AdamS
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
+from deepspeed_scape.initialize import guarded
 from deepspeed_scape.monitor import StepMonitor
 from deepspeed_scape.optimizer import Scape
 from deepspeed_scape.refuse import check_engine, check_model, check_settings
@@ -89,6 +92,7 @@ def register() -> None:
     _wrap("_do_sanity_check", _sanity_check)
     _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
+    _wrap_initialize()
     _wrap("save_checkpoint", _where_ours(saving.save_checkpoint))
     _wrap("load_checkpoint", _where_ours(saving.load_checkpoint))
 
@@ -122,6 +126,20 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
     method.wrapped_by_scape = True  # type: ignore[attr-defined]
     setattr(engine, name, method)
+
+
+def _wrap_initialize() -> None:
+    stock = deepspeed.initialize
+    if getattr(stock, "wrapped_by_scape", False):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return guarded(stock, signature.bind(*args, **kwargs))
+
+    initialize.wrapped_by_scape = True  # type: ignore[attr-defined]
+    deepspeed.initialize = initialize
 
 
 def _where_ours(around: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,6 +46,10 @@ class _Recorder:
         self._try(path, lambda: self._inner.save(state_dict, path))
         self.written.append(Path(path))
 
+    def guard(self, write: Callable[[str], Any]) -> Callable[[str], None]:
+        """``write``, failing as quietly as a save does."""
+        return lambda path: self._try(path, lambda: write(path))
+
     def _try(self, path: str, write: Callable[[], Any]) -> None:
         try:
             write()
@@ -101,6 +105,7 @@ def _save(
         shutil.rmtree(draft, ignore_errors=True)
     inner, recorder = engine.checkpoint_engine, _Recorder(engine.checkpoint_engine)
     engine.checkpoint_engine = recorder
+    engine._copy_recovery_script = recorder.guard(engine._copy_recovery_script)  # on rank 0 only
     try:
         draft_tag = str(draft.relative_to(save_dir))
         done = stock(engine, save_dir, draft_tag, client_state, False, exclude_frozen_parameters)
@@ -117,6 +122,7 @@ def _save(
         raise
     finally:
         engine.checkpoint_engine = inner
+        del engine._copy_recovery_script
     return done
 
 

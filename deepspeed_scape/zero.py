@@ -47,6 +47,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.options = init_optimizer.options
         # contiguous_gradients makes DeepSpeed register its gradient hooks at stage 1 too; its buckets are never filled
         kwargs.update(contiguous_gradients=True, overlap_comm=False, reduce_bucket_size=2)
+        kwargs["allgather_bucket_size"] = 500_000_000  # used once, after a universal load; others fail an assertion
         super().__init__(init_optimizer, *args, **kwargs)
         self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
         self.exchange = Exchange(self.dp_process_group, self.bit16_groups_flat[0].device, self.options.overlap_comm)

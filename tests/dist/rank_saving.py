@@ -131,7 +131,7 @@ def run_full(folder: Path, small: Path, rank: int) -> dict[str, Any]:
         said = "saved"
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}"
-    left = sorted(os.listdir(small))
+    left = sorted(name for name in os.listdir(small) if not name.endswith(".py"))  # DeepSpeed's recovery scripts
     losses = train(engine, 5, 6)
     engine.save_checkpoint(str(folder), tag="elsewhere")
     resumed = attempt(engine, str(small), None)

@@ -57,7 +57,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no manifest": (lambda f: (f / manifest.NAME).unlink(), [manifest.NAME, "not copied whole"]),
     "missing zero file": (lambda f: (f / RANK1).unlink(), [RANK1, "missing"]),
     "missing model file": (lambda f: (f / MODEL).unlink(), [MODEL, "missing"]),
-    "wrong rank": (swap, [RANK0, "is damaged"]),
+    "wrong rank": (swap, ["_mp_rank_00_optim_states.pt is damaged", "SHA-256"]),
     "newer state": (lambda f: reseal(f, version=99), ["format is 99", "reads 2"]),
     "older state": (lambda f: reseal(f, version=1), ["format is 1", "reads 2"]),
     "newer manifest": (lambda f: reseal(f, format=7, deepspeed_scape="9.1"), ["format 7", "reads 1", "9.1"]),
@@ -126,7 +126,9 @@ def test_a_killed_save_is_refused_or_whole(folder: Path, killed: Any, tried: Any
         elif point == "between the renames":
             assert "there is no checkpoint" in got["error"] and "load another tag: one" in got["error"]
         else:
-            assert "was not finished" in got["error"] and "load another tag: one" in got["error"] and got["unchanged"]
+            # where a rank outlives the other, it takes the rest of the broken save away
+            why = "there is no checkpoint" if point == "half a file" else "was not finished"
+            assert why in got["error"] and "load another tag: one" in got["error"] and got["unchanged"]
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -159,7 +161,7 @@ def test_the_start_of_a_run_is_no_error(tried: Any) -> None:
 
 def test_whole_checkpoints_load_and_leave_no_drafts(folder: Path, tried: Any, good: Any) -> None:
     assert all(got["steps"] == good[0]["step"] for got in tried["good"])
-    left = sorted(path.name for path in (folder / "good").iterdir() if not path.name.startswith("ours"))
+    left = sorted(path.name for path in (folder / "good").iterdir() if path.suffix not in (".bin", ".py"))
     assert left == ["global_step6", "latest", "one"]
 
 
