@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import hjson
 import torch
@@ -57,7 +57,7 @@ def is_ours(document: dict[str, Any], client: Any = None) -> bool:
     if isinstance(client, Scape):
         return True
     if not isinstance(optimizer, dict):
-        return _resembles(optimizer)
+        return optimizer is not None  # DeepSpeed fails on it whatever it means
     params = optimizer.get("params")
     known = SCAPE_ONLY - {"seed"}
     return _resembles(optimizer.get("type")) or bool(isinstance(params, dict) and known & set(params))
@@ -172,7 +172,7 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
     if name is None:
         return
     kind: Any = getattr(lr_schedules, str(name), None)
-    if not inspect.isclass(kind):
+    if kind is None or not inspect.isclass(kind):
         known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
         problem = "DeepSpeed makes no such scheduler under ZeRO"
         yield "scheduler.type", name, problem, f"use one of {known}, or pass lr_scheduler=FUNCTION for one of torch's"
@@ -182,7 +182,7 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
         return
     try:
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
-        trial = kind(optimizer, **params)
+        trial = cast(Callable[..., Any], kind)(optimizer, **params)
         for _ in range(3):
             trial.step()
         rates = [group["lr"] for group in optimizer.param_groups]

@@ -63,7 +63,7 @@ class Roster:
         try:
             yield
         except RuntimeError as error:
-            if not _is_transport(error):
+            if isinstance(error, ScapeRankLost) or not _is_transport(error):
                 raise
             raise ScapeRankLost(
                 f"rank {self.rank}: {what} failed, since {self._find_lost()}. Remedy: start the job again from "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,15 @@ def train(args: argparse.Namespace, config: Config, meter: WireMeter) -> bool:
     config_record = describe(args, config, pinned | {"changed_on_resume": changed}, data, parameters)
     recorder = Recorder(args, config_record, trainer.progress.step, resumed=state is not None)
     trainer.report, trainer.tick = recorder.report, recorder.tick
-    finite = trainer.run(
-        steps=args.steps,
-        log_every=args.log_every,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        save=lambda p: save(engine, args.save_dir, {"step": p.step, "progress": vars(p).copy(), "pinned": pinned}),
-    )
+    roster = getattr(engine.optimizer, "roster", None)  # SCAPE's: it names a rank that is lost
+    with roster.watch("training") if roster else nullcontext():
+        finite = trainer.run(
+            steps=args.steps,
+            log_every=args.log_every,
+            eval_every=args.eval_every,
+            save_every=args.save_every,
+            save=lambda p: save(engine, args.save_dir, {"step": p.step, "progress": vars(p).copy(), "pinned": pinned}),
+        )
     recorder.finish(trainer.summary(parameters) | {"diverged": not finite})
     return finite
 
