@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -41,10 +42,12 @@ def read(config: Any) -> dict[str, Any] | None:
     """The document: a dict, or the file of that name; None for what only DeepSpeed can read."""
     if isinstance(config, dict):
         return config
+    if not isinstance(config, str | os.PathLike):  # a number would open a file descriptor
+        return None
     try:
         with open(config) as file:
             found = hjson.load(file)
-    except (OSError, TypeError, ValueError):
+    except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
 
