@@ -232,6 +232,8 @@ def _inspect(engine: Any, folder: Path, weights_only: bool) -> None:
         )
     if not weights_only:
         checkpoint.check(listed, engine.optimizer, universal)
+    if universal and engine.global_rank == 0:
+        _warn_of_newer(folder.parent, listed["step"])
     if not (universal or weights_only) and listed["bf16"] != bool(engine.bfloat16_enabled()):
         raise ScapeCheckpointError(
             f"bf16.enabled = {str(not listed['bf16']).lower()}: the checkpoint was written with the contrary, and "
@@ -240,6 +242,18 @@ def _inspect(engine: Any, folder: Path, weights_only: bool) -> None:
     share = slice(None) if engine.use_node_local_storage() else _own_share(engine)
     if problem := manifest.find_damage(folder, listed["files"], list(listed["files"])[share]):
         raise ScapeCheckpointError(problem)
+
+
+def _warn_of_newer(folder: Path, step: int) -> None:
+    """A run that was converted once, and started again with load_universal still set, would repeat its steps."""
+    with contextlib.suppress(OSError, ScapeCheckpointError):
+        tag = (folder / "latest").read_text().strip()
+        newest = manifest.read(folder / tag)["step"]
+        if newest > step:
+            logger.warning(
+                f"SCAPE: checkpoint.load_universal goes on from step {step}, but {folder / tag} has step {newest}; "
+                "set load_universal to false to go on from there"
+            )
 
 
 def _own_share(engine: Any) -> slice:
