@@ -57,6 +57,7 @@ def summarise(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load(folder: Path, optimizer: ScapeZeroOptimizer, load_optimizer_states: bool) -> None:
     """Take this rank's part of a universal checkpoint ``folder`` (its ``zero``) into masters, moments and our state."""
+    _load_settings(folder, optimizer, load_optimizer_states)
     for group in optimizer.scape_groups:
         for slot in group.layout.slots:
             _load_own(folder / slot.name, group, slot, "fp32", group.master.data)
@@ -73,6 +74,15 @@ def load(folder: Path, optimizer: ScapeZeroOptimizer, load_optimizer_states: boo
         group.decay.load(decay)
     optimizer.applied_steps = common["step"]
     optimizer.norms.load(_share_norms(common, optimizer.exchange.world_size))
+
+
+def _load_settings(folder: Path, optimizer: ScapeZeroOptimizer, load_optimizer_states: bool) -> None:
+    """Loss scale and, with the optimizer's state, learning rates and the like: DeepSpeed's own file and classes."""
+    saved = torch.load(str(folder / "optimizer_state.pt"), map_location="cpu", weights_only=False)
+    optimizer._load_global_state(saved)
+    if load_optimizer_states:
+        for group, kept in zip(optimizer.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in kept.items() if key != "params"})
 
 
 def _load_own(folder: Path, group: ScapeGroup, slot: ParamSlot, key: str, into: Tensor) -> None:

@@ -304,16 +304,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         DeepSpeed's own loader fails on a rank that holds no element of a group.
         """
         self.finish_mask()
-        folder = Path(checkpoint_folder) / "zero"
-        common = torch.load(
-            folder / "optimizer_state.pt", map_location="cpu", weights_only=False
-        )  # DeepSpeed's classes
-        self._load_global_state(common)
-        if load_optimizer_states:
-            for group, saved in zip(self.optimizer.param_groups, common["param_groups"], strict=True):
-                group.update({key: value for key, value in saved.items() if key != "params"})
         with all_or_none(self.dp_process_group):
-            reshard.load(folder, self, load_optimizer_states)
+            reshard.load(Path(checkpoint_folder) / "zero", self, load_optimizer_states)
 
 
 def _close(exchange: weakref.ref[Exchange]) -> None:

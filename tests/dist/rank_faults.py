@@ -49,7 +49,8 @@ def run_fatal(kind: str, victim: int, rank: int) -> None:
                 suffer(kind)
             odd_model.train_step(engine, step)
     except Exception as error:
-        worker.report({"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - begin})
+        report = {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - begin}
+        worker.report({**report, "began": time.time() - report["seconds"]})
         raise
 
 

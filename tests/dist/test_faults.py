@@ -30,17 +30,18 @@ SAYS = {
 @pytest.mark.parametrize("kind", FATAL)
 @pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 2)], ids=["W2-rank0", "W2-rank1", "W4-rank2"])
 def test_a_lost_rank_ends_the_others_with_its_name(world: int, victim: int, kind: str) -> None:
-    begin = time.monotonic()
-    failure = run_ranks(SCRIPT, world, [kind, victim], timeout=60, expect_failure=True)
-    assert failure.returncode is not None, failure.output  # it ended by itself
-    assert time.monotonic() - begin < 60
-    told = [result["error"] for rank, result in enumerate(failure.results) if rank != victim and result is not None]
+    failure = run_ranks(SCRIPT, world, [kind, victim], timeout=200, expect_failure=True)
+    ended = time.time()
+    assert failure.returncode is not None, failure.output  # by itself
+    reports = [result for rank, result in enumerate(failure.results) if rank != victim and result is not None]
+    told = [report["error"] for report in reports]
     assert told, failure.output
+    assert all(ended - report["began"] < 60 for report in reports)  # since the step of the fault began
     assert all(error.startswith("ScapeRankLost: ") and "optimizer step 4" in error for error in told)
     assert all("Remedy: start the job again from its last checkpoint" in error for error in told)
     named = [error for error in told if SAYS[kind] in error and f"{victim}" in error]
     assert named, told
-    assert min(r["seconds"] for i, r in enumerate(failure.results) if i != victim and r) < TIMEOUT + 8
+    assert min(report["seconds"] for report in reports) < TIMEOUT + 15
 
 
 @pytest.mark.parametrize("world", [2, 4])

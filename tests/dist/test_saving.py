@@ -82,7 +82,7 @@ def good(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> dict[str, Any]:
     return {
-        point: run_ranks(SCRIPT, 2, ["die", folder / point.replace(" ", "_"), point], timeout=60, expect_failure=True)
+        point: run_ranks(SCRIPT, 2, ["die", folder / point.replace(" ", "_"), point], timeout=200, expect_failure=True)
         for point in POINTS
     }
 
@@ -184,7 +184,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_told_on_all_ranks_and_loses_nothing(folder: Path, small_disk: Path) -> None:
-    results = run_ranks(SCRIPT, 2, ["full", folder / "full", small_disk], timeout=60)
+    results = run_ranks(SCRIPT, 2, ["full", folder / "full", small_disk], timeout=200)
     for result in results:
         assert result["said"] == results[0]["said"]
         for part in ("ScapeCheckpointError: ", "cannot write", "bytes free"):
