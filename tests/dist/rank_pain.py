@@ -55,8 +55,8 @@ def accumulation(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     for stage in (1, 2):
         for micros in (1, 2, 4):
-            settings = tiny.config(stage, top={"gradient_accumulation_steps": micros, "train_micro_batch_size_per_gpu": 8 // micros},
-                                   sparsity=0.0)  # fmt: skip
+            top = {"gradient_accumulation_steps": micros, "train_micro_batch_size_per_gpu": 8 // micros}
+            settings = tiny.config(stage, top=top, sparsity=0.0)
             engine = tiny.start(settings)
             for step in range(12):
                 whole = tiny.batch(step, rank, 0, 8)

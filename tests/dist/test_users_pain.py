@@ -1,8 +1,8 @@
 """What went wrong for DeepSpeed's users, replayed on SCAPE. Each docstring: the issue, and how it went wrong.
 
 Others live where their subject is: #1896, #3824 (tied keys lost on export), #1317 (odd sizes exported wrong) and #5439
-(frozen weights unsaved) in test_export.py; #2898, #3810 (another world size refused), #5105 (padding on an elastic load)
-and #8608 (a converter that knows fixed state names only) in test_world_size.py; #6351 (the bucket size changes
+(frozen weights unsaved) in test_export.py; #2898, #3810 (another world size refused), #5105 (padding on an elastic
+load) and #8608 (a converter that knows fixed state names only) in test_world_size.py; #6351 (the bucket size changes
 convergence) and #7804 (overlap overwrites a buffer in use) in test_determinism.py; #5241 (an unused parameter) in
 test_step.py.
 """
@@ -76,7 +76,7 @@ def test_4055_6771_7969_129_8279_groups_keep_their_rates(ranks: list[dict[str, A
 
 
 def test_762_4141_weights_alone_refresh_the_masters(ranks: list[dict[str, Any]]) -> None:
-    """#762, #4141: the model had the loaded weights and the optimizer its old masters; the first step undid the load."""
+    """#762, #4141: the model had the loaded weights, the optimizer its old masters: the first step undid the load."""
     for result in ranks:
         got = result["weights_only"]
         assert got["masters"] and got["loaded"] and got["stays"] < 0.1
