@@ -48,6 +48,7 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "load_universal_checkpoint",
             "use_node_local_storage",
             "_get_ckpt_name",
+            "_copy_recovery_script",
         ),
     ),
     "deepspeed.runtime.engine": (engine_module, ("DeepSpeedZeroOptimizer",)),
