@@ -71,10 +71,17 @@ class Roster:
             ) from error
 
     def _find_lost(self) -> str:
-        seen = {rank: state for rank in range(len(self._places)) if (state := self._look(rank))}
-        if seen:
-            return "; ".join(f"rank {rank} {state}" for rank, state in seen.items())
-        silent = self._find_silent()
+        """What is known of the others, looked at for a while: a dying process closes its sockets before it is dead."""
+        deadline = time.monotonic() + _PATIENCE
+        silent: list[int] | None = [rank for rank in range(len(self._places)) if rank != self.rank]
+        while True:
+            seen = {rank: state for rank in range(len(self._places)) if (state := self._look(rank))}
+            if seen:
+                return "; ".join(f"rank {rank} {state}" for rank, state in seen.items())
+            silent = self._still_silent(silent)
+            if silent == [] or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
         if silent is None:
             return "the store of the job does not answer: its host has ended or the network is cut"
         if silent:
@@ -92,20 +99,17 @@ class Roster:
             return f"(pid {place.pid}) has ended"
         return f"(pid {place.pid}) is stopped" if state in "Tt" else None
 
-    def _find_silent(self) -> list[int] | None:
-        """Ranks that do not say that they failed as well; None if the store cannot be asked."""
-        others = [rank for rank in range(len(self._places)) if rank != self.rank]
+    def _still_silent(self, silent: list[int] | None) -> list[int] | None:
+        """Which of ``silent`` have not said that they failed as well; None once the store cannot be asked."""
+        if silent is None:
+            return None
         try:
             store = distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"{self._key}{self.rank}", "failed")
-            deadline = time.monotonic() + _PATIENCE
-            while others and time.monotonic() < deadline:
-                others = [rank for rank in others if not store.check([f"{self._key}{rank}"])]
-                time.sleep(0.2)
+            return [rank for rank in silent if not store.check([f"{self._key}{rank}"])]
         except (RuntimeError, ValueError):
             return None
-        return others
 
 
 def limit_wait(seconds: float, groups: list[dist.ProcessGroup]) -> None:
