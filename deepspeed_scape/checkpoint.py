@@ -3,8 +3,10 @@
 DeepSpeed saves masters, ``exp_avg`` and ``exp_avg_sq`` as for any optimizer, so ``zero_to_fp32`` works. One extra key
 of each rank's ZeRO state dict holds what is ours, as tensors and plain types only:
 
-    version, step, world_size, rank, options, norms
+    version, step, world_size, rank, options, norms, parameters
     groups: residual (P,)   last (S,) int32   masks (W, K) int32 or None   decay (step + 1,) fp64
+
+``parameters`` lists name, first element in the flat buffer and size of every parameter, group by group.
 """
 
 from __future__ import annotations
@@ -15,19 +17,16 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_scape.decay import DecayHistory
+from deepspeed_scape.manifest import ScapeCheckpointError
 
 if TYPE_CHECKING:
     from deepspeed_scape.group import ScapeGroup
     from deepspeed_scape.zero import ScapeZeroOptimizer
 
 KEY = "scape"
-VERSION = 1
+VERSION = 2  # 2: names and places of the parameters
 
 _REMAKES_MASKS = ("sparsity", "selection", "block_size")  # a change of these keeps everything but the masks
-
-
-class ScapeCheckpointError(RuntimeError):
-    """A checkpoint that cannot be resumed as it is. The message says what to do."""
 
 
 def refuse_mid_accumulation(gradients_wait: bool) -> None:
@@ -43,14 +42,24 @@ def refuse_mid_accumulation(gradients_wait: bool) -> None:
         )
 
 
-def save(optimizer: ScapeZeroOptimizer) -> dict[str, Any]:
-    """The extra state of this rank. No mask gather may be in flight."""
+def describe(optimizer: ScapeZeroOptimizer) -> dict[str, Any]:
+    """What decides whether a checkpoint fits a run: plain values, the same on every rank; also in the manifest."""
     return {
         "version": VERSION,
         "step": optimizer.applied_steps,
         "world_size": optimizer.exchange.world_size,
+        "options": optimizer.options.model_dump(mode="json"),
+        "parameters": [
+            [[slot.name, slot.start, slot.numel] for slot in group.layout.slots] for group in optimizer.scape_groups
+        ],
+    }
+
+
+def save(optimizer: ScapeZeroOptimizer) -> dict[str, Any]:
+    """The extra state of this rank. No mask gather may be in flight."""
+    return {
+        **describe(optimizer),
         "rank": optimizer.exchange.rank,
-        "options": optimizer.options.model_dump(),
         "norms": optimizer.norms.state(),
         "groups": [_save_group(group) for group in optimizer.scape_groups],
     }
@@ -61,44 +70,75 @@ def _save_group(group: ScapeGroup) -> dict[str, Any]:
     return {"residual": group.residual, "last": group.last, "masks": masks, "decay": group.decay.state()}
 
 
-def check(zero_state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
+def check(state: dict[str, Any], optimizer: ScapeZeroOptimizer, universal: bool = False) -> None:
     """Refuse what cannot be resumed, before anything has been overwritten.
 
+    Args:
+        state: what :func:`describe` returned when it was saved, from the manifest or from a rank's own state.
+        optimizer: the live one.
+        universal: the checkpoint is not tied to a world size.
+
     Raises:
-        ScapeCheckpointError: another optimizer's checkpoint, a newer version, another world size or rank, another
-            normalizer, or other parameter groups.
+        ScapeCheckpointError: another version, world size or normalizer, or other parameters.
+    """
+    if state["version"] != VERSION:
+        raise ScapeCheckpointError(
+            f"the checkpoint's format is {state['version']}, this deepspeed_scape reads {VERSION}. Remedy: install the "
+            "deepspeed_scape that wrote it, or load with load_optimizer_states=False"
+        )
+    _check_parameters(state["parameters"], describe(optimizer)["parameters"])
+    live = optimizer.exchange.world_size
+    if not universal and state["world_size"] != live:
+        raise ScapeCheckpointError(
+            f"a checkpoint of {state['world_size']} ranks loaded on {live} ranks. Remedy: convert it with python -m "
+            'deepspeed_scape.universal CHECKPOINT OUT, and load OUT with "checkpoint": {"load_universal": true}'
+        )
+    if not universal and state.get("rank", optimizer.exchange.rank) != optimizer.exchange.rank:
+        raise ScapeCheckpointError(f"the file of rank {state['rank']} was loaded by rank {optimizer.exchange.rank}")
+    if state["options"]["normalizer"] != optimizer.options.normalizer:
+        raise ScapeCheckpointError(
+            f"optimizer.params.normalizer = {optimizer.options.normalizer!r}: the checkpoint's second moments are of "
+            f"{state['options']['normalizer']!r}. Remedy: set it to that, or load with load_optimizer_states=False"
+        )
+
+
+def own_state(zero_state: dict[str, Any]) -> dict[str, Any]:
+    """Our part of a rank's ZeRO state.
+
+    Raises:
+        ScapeCheckpointError: another optimizer wrote it.
     """
     if KEY not in zero_state:
         raise ScapeCheckpointError(
             "this checkpoint was not written by SCAPE, so it has no residuals and no visit times. Remedy: "
             "load_checkpoint(..., load_optimizer_states=False) takes its weights and starts SCAPE afresh"
         )
-    state = zero_state[KEY]
-    if state["version"] > VERSION:
-        raise ScapeCheckpointError(
-            f"checkpoint format {state['version']} is newer than {VERSION}: update deepspeed_scape"
-        )
-    here = {"world_size": optimizer.exchange.world_size, "rank": optimizer.exchange.rank}
-    for name, value in here.items():
-        if state[name] != value:
-            raise ScapeCheckpointError(f"checkpoint of {name} {state[name]} loaded on {name} {value}")
-    if state["options"]["normalizer"] != optimizer.options.normalizer:
-        raise ScapeCheckpointError(
-            f"optimizer.params.normalizer = {optimizer.options.normalizer!r}: the checkpoint's second moments are of "
-            f"{state['options']['normalizer']!r}. Remedy: set it to that, or load with load_optimizer_states=False"
-        )
-    saved = [entry["residual"].numel() for entry in state["groups"]]
-    live = [group.layout.numel for group in optimizer.scape_groups]
-    if saved != live:
-        raise ScapeCheckpointError(f"the checkpoint's parameter groups hold {saved} elements, this model's {live}")
+    return zero_state[KEY]
 
 
-def restore(zero_state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
-    """Take over the extra state, or start afresh where only weights were loaded."""
-    if KEY not in zero_state:
-        _start_afresh(optimizer)
+def _check_parameters(saved: list[Any], live: list[Any]) -> None:
+    """The same parameters in the same groups; their places may differ (padding depends on the world size)."""
+    before, now = ([[(name, numel) for name, _, numel in group] for group in groups] for groups in (saved, live))
+    if before == now:
         return
-    state = zero_state[KEY]
+    if len(before) != len(now):
+        raise ScapeCheckpointError(f"the checkpoint has {len(before)} parameter groups, this run {len(now)}")
+    for i, (old, new) in enumerate(zip(before, now, strict=True)):
+        for kind, odd in (("checkpoint", set(old) - set(new)), ("model", set(new) - set(old))):
+            if odd:
+                name, numel = min(odd)
+                raise ScapeCheckpointError(
+                    f"parameter group {i}: only the {kind} has {name} with {numel} elements. Remedy: freeze and group "
+                    "the parameters as in the run that saved it, or load with load_optimizer_states=False"
+                )
+    raise ScapeCheckpointError("the checkpoint's parameters come in another order than the model's")
+
+
+def restore(state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
+    """Take over the extra state, or start afresh where only weights were loaded (``state`` is empty)."""
+    if not state:
+        start_afresh(optimizer)
+        return
     changed = [key for key in _REMAKES_MASKS if state["options"][key] != getattr(optimizer.options, key)]
     if changed and optimizer.exchange.rank == 0:
         was = {key: state["options"][key] for key in changed}
@@ -113,7 +153,8 @@ def restore(zero_state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
     optimizer.norms.load(state["norms"])
 
 
-def _start_afresh(optimizer: ScapeZeroOptimizer) -> None:
+def start_afresh(optimizer: ScapeZeroOptimizer) -> None:
+    """Forget everything but the weights."""
     for group in optimizer.scape_groups:
         group.residual.zero_()
         group.last.zero_()

@@ -76,6 +76,12 @@ class ScapeOptions(AdamSOptions):
     check_replicas: int = Field(
         default=0, ge=0, description="compare all replicas and masters by checksum every N steps; 0 never"
     )
+    timeout: float = Field(
+        default=0,
+        ge=0,
+        le=1e6,
+        description="seconds a rank waits for the others before the run ends with an error; 0 as long as torch does",
+    )
     seed: int = Field(default=0, ge=0, description="seed of the threshold sample; it changes speed, never the mask")
 
     @model_validator(mode="after")

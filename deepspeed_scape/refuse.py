@@ -65,7 +65,12 @@ def check_settings(config: Any) -> None:
     Raises:
         ScapeConfigError: names the key, the value and the remedy.
     """
-    _raise_first(_refused_zero(config.zero_config), _refused_precision(config), _refused_features(config))
+    _raise_first(
+        _refused_zero(config.zero_config),
+        _refused_precision(config),
+        _refused_checkpoints(config),
+        _refused_features(config),
+    )
 
 
 def check_model(engine: Any) -> None:
@@ -126,9 +131,18 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
         yield "gradient_allreduce_op", config.gradient_allreduce_op, "SCAPE averages gradients", "remove it"
     if getattr(config, "sparse_gradients_enabled", False):
         yield "sparse_gradients", True, "sparse embedding gradients are not supported", "set it to false"
-    if getattr(config, "load_universal_checkpoint", False):
-        problem = "SCAPE cannot yet take its residuals over to another world size"
-        yield "checkpoint.load_universal", True, problem, "resume on the world size of the checkpoint"
+
+
+def _refused_checkpoints(config: Any) -> Iterator[_Refusal]:
+    """Engines whose files are not whole, or cannot be read back, when save_checkpoint returns."""
+    problem = "SCAPE seals a checkpoint when save_checkpoint returns, with DeepSpeed's plain writer only"
+    written = config._param_dict.get("checkpoint") or {}
+    if isinstance(written, dict) and written.get("writer") is not None:
+        yield "checkpoint.writer", written["writer"], problem, "remove it"
+    for section in ("datastates_ckpt", "nebula"):
+        part = config._param_dict.get(section)
+        if part and not (isinstance(part, dict) and part.get("enabled") is False):
+            yield section, part, problem, "remove it"
 
 
 def _refused_features(config: Any) -> Iterator[_Refusal]:

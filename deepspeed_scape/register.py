@@ -4,12 +4,15 @@
 - ``DeepSpeedEngine._configure_zero_optimizer`` reads the module global ``DeepSpeedZeroOptimizer`` when it is called, so
   our subclass stands there for the time of that call, when the optimizer is ours.
 - ``_do_optimizer_sanity_check`` would send stage 1 + bf16 + fp32 accumulation to ``BF16_Optimizer``.
+- ``save_checkpoint`` and ``load_checkpoint`` are made atomic (``saving.py``) where the optimizer is ours.
 - ``_do_sanity_check`` is the first place where the engine knows its configuration: bad options stop there.
+- ``deepspeed.initialize`` is where everything begins: what is wrong with the JSON is said there (``initialize.py``).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +23,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
 
+from deepspeed_scape import saving
 from deepspeed_scape.adams import AdamS
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
+from deepspeed_scape.initialize import guarded
 from deepspeed_scape.monitor import StepMonitor
 from deepspeed_scape.optimizer import Scape
 from deepspeed_scape.refuse import check_engine, check_model, check_settings
@@ -33,7 +38,18 @@ SUPPORTED = ">=0.16.9,<0.20"
 _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "DeepSpeedEngine": (
         engine_module.DeepSpeedEngine,
-        ("_do_sanity_check", "_do_optimizer_sanity_check", "_configure_zero_optimizer"),
+        (
+            "_do_sanity_check",
+            "_do_optimizer_sanity_check",
+            "_configure_zero_optimizer",
+            "save_checkpoint",
+            "load_checkpoint",
+            "load_module_state_dict",
+            "load_universal_checkpoint",
+            "use_node_local_storage",
+            "_get_ckpt_name",
+            "_copy_recovery_script",
+        ),
     ),
     "deepspeed.runtime.engine": (engine_module, ("DeepSpeedZeroOptimizer",)),
     "DeepSpeedZeroOptimizer": (
@@ -50,6 +66,8 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "state_dict",
             "_load_legacy_checkpoint",
             "_load_universal_checkpoint",
+            "_load_global_state",
+            "update_lp_params",
             "_link_all_hp_params",
             "_lazy_init_hp_params_optimizer_state",
             "_update_scale",
@@ -75,6 +93,9 @@ def register() -> None:
     _wrap("_do_sanity_check", _sanity_check)
     _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
+    _wrap_initialize()
+    _wrap("save_checkpoint", _where_ours(saving.save_checkpoint))
+    _wrap("load_checkpoint", _where_ours(saving.load_checkpoint))
 
 
 def check_internals() -> None:
@@ -106,6 +127,29 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
 
     method.wrapped_by_scape = True  # type: ignore[attr-defined]
     setattr(engine, name, method)
+
+
+def _wrap_initialize() -> None:
+    stock = deepspeed.initialize
+    if getattr(stock, "wrapped_by_scape", False):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return guarded(stock, signature.bind(*args, **kwargs))
+
+    initialize.wrapped_by_scape = True  # type: ignore[attr-defined]
+    deepspeed.initialize = initialize
+
+
+def _where_ours(around: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(engine.optimizer, ScapeZeroOptimizer):
+            return around(stock, engine, *args, **kwargs)
+        return stock(engine, *args, **kwargs)
+
+    return choose
 
 
 def _sanity_check(stock: Callable[..., Any], engine: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_scape import checkpoint, gradient_views
+from deepspeed_scape import checkpoint, faults, gradient_views, reshard
+from deepspeed_scape.agreement import all_or_none
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.group import ScapeGroup
@@ -45,9 +47,12 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.options = init_optimizer.options
         # contiguous_gradients makes DeepSpeed register its gradient hooks at stage 1 too; its buckets are never filled
         kwargs.update(contiguous_gradients=True, overlap_comm=False, reduce_bucket_size=2)
+        kwargs["allgather_bucket_size"] = 500_000_000  # used once, after a universal load; others fail an assertion
         super().__init__(init_optimizer, *args, **kwargs)
         self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
         self.exchange = Exchange(self.dp_process_group, self.bit16_groups_flat[0].device, self.options.overlap_comm)
+        faults.limit_wait(self.options.timeout, [self.dp_process_group, self.exchange.mask_group])
+        self.roster = faults.Roster(self.dp_process_group)
         self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
         self.wire = WireBuffers(self.scape_groups, self.exchange.world_size, self.options.value_torch_dtype)
         self.norms = GradientNorms(self.exchange.world_size)
@@ -161,13 +166,14 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """One optimizer step. A step with an inf or nan gradient on any rank is skipped and changes nothing."""
         self.stopwatch.restart()
         scale = self.loss_scale
-        self._measure_gradients(scale)
-        self._update_scale(self.overflow)
-        if self.overflow:
-            self._global_grad_norm = math.inf
-        else:
-            self._global_grad_norm = self.norms.estimate / scale
-            self._apply_step(self.norms.coefficient / scale)
+        with self.roster.watch(f"optimizer step {self.applied_steps + 1}"):
+            self._measure_gradients(scale)
+            self._update_scale(self.overflow)
+            if self.overflow:
+                self._global_grad_norm = math.inf
+            else:
+                self._global_grad_norm = self.norms.estimate / scale
+                self._apply_step(self.norms.coefficient / scale)
         self.zero_grad()
         self._collect_stats(scale)
 
@@ -271,28 +277,35 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
         self.finish_mask()
-        own = state_dict_list[dist.get_rank(self.dp_process_group)]
+        own: dict[str, Any] = {}
         if load_optimizer_states:
-            checkpoint.check(own, self)  # refuse before anything has changed
+            with all_or_none(self.dp_process_group):  # refuse before anything has changed, on all ranks
+                own = checkpoint.own_state(state_dict_list[dist.get_rank(self.dp_process_group)])
+                checkpoint.check(own, self)
         self._loading_state = True
         try:
             super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         finally:
             self._loading_state = False
-        checkpoint.restore(own if load_optimizer_states else {}, self)
+        checkpoint.restore(own, self)
 
     def _restore_from_bit16_weights(self) -> None:
         """Masters from the replica. Outside the loading of our own state the weights are others: start afresh."""
         super()._restore_from_bit16_weights()
         if not self._loading_state:
             self.finish_mask()
-            checkpoint.restore({}, self)
+            checkpoint.start_afresh(self)
 
-    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(
-            "checkpoint.load_universal = true: SCAPE cannot yet take its residuals over to another world size. "
-            "Remedy: resume on the world size of the checkpoint"
-        )
+    def _load_universal_checkpoint(
+        self, checkpoint_folder: str, load_optimizer_states: bool, load_from_fp32_weights: bool
+    ) -> None:
+        """Masters, moments and our state at this world size; DeepSpeed then gathers the replicas from the masters.
+
+        DeepSpeed's own loader fails on a rank that holds no element of a group.
+        """
+        self.finish_mask()
+        with all_or_none(self.dp_process_group):
+            reshard.load(Path(checkpoint_folder) / "zero", self, load_optimizer_states)
 
 
 def _close(exchange: weakref.ref[Exchange]) -> None:

@@ -20,8 +20,11 @@ def on_cpu() -> bool:
     return get_accelerator().device_name() == "cpu"
 
 
-def join_job(local_rank: int, *, force_fp16_cpu: bool = False) -> torch.device:
-    """Start torch.distributed through DeepSpeed; without a launcher, as a job of one. Returns this rank's device."""
+def join_job(local_rank: int, *, timeout: float, force_fp16_cpu: bool = False) -> torch.device:
+    """Start torch.distributed through DeepSpeed; without a launcher, as a job of one. Returns this rank's device.
+
+    A collective fails when a rank does not come for `timeout` seconds.
+    """
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -36,7 +39,7 @@ def join_job(local_rank: int, *, force_fp16_cpu: bool = False) -> torch.device:
         accelerator.set_device(local_rank)
     if force_fp16_cpu:
         accelerator.is_fp16_supported = lambda: True
-    deepspeed.init_distributed(verbose=False)
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout))
     return torch.device(accelerator.device_name(local_rank) if not on_cpu() else "cpu")
 
 

@@ -57,9 +57,9 @@ def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [name for name in BATCHING if saved.get(name) != now.get(name)]
 
 
-def latest_tag(save_dir: Path) -> str | None:
-    """The tag that DeepSpeed's `latest` file names, if there is one."""
-    latest = save_dir / "latest"
+def latest_tag(save_dir: Path, universal: bool = False) -> str | None:
+    """The tag that DeepSpeed's `latest` or `latest_universal` file names, if there is one."""
+    latest = save_dir / ("latest_universal" if universal else "latest")
     return latest.read_text().strip() if latest.is_file() else None
 
 
@@ -69,7 +69,7 @@ def resume(engine: Any, save_dir: Path, how: str, pinned: dict[str, Any]) -> tup
     Returns its client state, or None to start afresh, and the settings that changed. Raises ValueError if the
     checkpoint is of another run.
     """
-    tag = latest_tag(save_dir) if how == "auto" else how
+    tag = latest_tag(save_dir, engine.load_universal_checkpoint()) if how == "auto" else how
     if how == "never" or tag is None:
         return None, []
     path, state = engine.load_checkpoint(str(save_dir), tag=tag)

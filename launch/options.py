@@ -9,6 +9,7 @@ import argparse
 import os
 from pathlib import Path
 
+from deepspeed_scape.config import OPTIMIZER_NAMES
 from launch.corpus import find_text_files
 from launch.hub import HUB_SOURCES, LOCAL_PREFIX, is_hub_source
 from launch.models import PRESETS
@@ -54,6 +55,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lr-warmup", type=int, help="steps of linear warm-up (default 0)")
     group.add_argument("--lr-floor", type=float, default=0.1, help="where the cosine ends, as a share of --lr")
     group.add_argument("--activation-checkpointing", action="store_true", help="recompute activations to save memory")
+    group.add_argument(
+        "--timeout",
+        type=float,
+        default=60,
+        help="seconds a rank waits for the others before the job ends with an error (default: 60)",
+    )
     group.add_argument(
         "--force-fp16-cpu",
         action="store_true",
@@ -106,6 +113,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {low}")
     if args.lr is not None and not 0 < args.lr < float("inf"):
         raise ValueError(f"--lr {args.lr}: must be a positive number")
+    if not 0 < args.timeout < float("inf"):
+        raise ValueError(f"--timeout {args.timeout}: must be a positive number of seconds")
     if not 0 <= args.lr_floor <= 1:
         raise ValueError(f"--lr-floor {args.lr_floor}: a share of the learning rate, between 0 and 1")
 
@@ -147,6 +156,8 @@ def parse_options(argv: list[str] | None = None) -> tuple[argparse.Namespace, Co
         _check_numbers(args)
         config = resolve_config(args.deepspeed_config, args.overrides, lr=args.lr, micro_batch=args.micro_batch)
         _check_schedule(args, config)
+        if config["optimizer"].get("type") in OPTIMIZER_NAMES:
+            config["optimizer"].setdefault("params", {}).setdefault("timeout", args.timeout)
         _check_data(args)
         _check_resume(args)
         if args.wandb:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 import torch.distributed as dist  # noqa: E402
 
 import deepspeed_scape  # noqa: E402, F401  (registers SCAPE and AdamS with DeepSpeed)
+from deepspeed_scape.manifest import ScapeCheckpointError  # noqa: E402
 from deepspeed_scape.wire import WireMeter  # noqa: E402
 from launch.batches import BatchOrder, count_windows, eval_windows  # noqa: E402
 from launch.cluster import join_job, on_cpu, once_per_node  # noqa: E402
@@ -104,7 +106,7 @@ def pinned_settings(args: argparse.Namespace, trainer: Trainer) -> Record:
 
 def train(args: argparse.Namespace, config: Config, meter: WireMeter) -> bool:
     """The whole job. Returns False if it diverged. Raises ValueError, on every rank alike, for what can't be run."""
-    device = join_job(args.local_rank, force_fp16_cpu=args.force_fp16_cpu)
+    device = join_job(args.local_rank, timeout=args.timeout, force_fp16_cpu=args.force_fp16_cpu)
     data = load_data(args)
     engine = build_engine(args, config)
     trainer = make_trainer(args, engine, data, meter, device)
@@ -116,13 +118,15 @@ def train(args: argparse.Namespace, config: Config, meter: WireMeter) -> bool:
     config_record = describe(args, config, pinned | {"changed_on_resume": changed}, data, parameters)
     recorder = Recorder(args, config_record, trainer.progress.step, resumed=state is not None)
     trainer.report, trainer.tick = recorder.report, recorder.tick
-    finite = trainer.run(
-        steps=args.steps,
-        log_every=args.log_every,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        save=lambda p: save(engine, args.save_dir, {"step": p.step, "progress": vars(p).copy(), "pinned": pinned}),
-    )
+    roster = getattr(engine.optimizer, "roster", None)  # SCAPE's: it names a rank that is lost
+    with roster.watch("training") if roster else nullcontext():
+        finite = trainer.run(
+            steps=args.steps,
+            log_every=args.log_every,
+            eval_every=args.eval_every,
+            save_every=args.save_every,
+            save=lambda p: save(engine, args.save_dir, {"step": p.step, "progress": vars(p).copy(), "pinned": pinned}),
+        )
     recorder.finish(trainer.summary(parameters) | {"diverged": not finite})
     return finite
 
@@ -133,7 +137,7 @@ def main() -> None:
     meter.install()
     try:
         finite = train(args, config, meter)
-    except ValueError as error:
+    except (ValueError, ScapeCheckpointError) as error:
         sys.exit(f"pretrain.py: error: {error}")
     dist.barrier()
     dist.destroy_process_group()

@@ -85,7 +85,7 @@ def resume(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
 
 
 def convert(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
-    """Another sparsity goes on with a warning; another normalizer or optimizer is refused; weights alone start afresh."""
+    """Another sparsity goes on with a warning; another normalizer or optimizer does not; weights alone start afresh."""
     from tests.dist import tiny
 
     path = str(folder / case["name"])
@@ -97,18 +97,21 @@ def convert(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     engine.destroy()
 
     engine = build(case, seed=5, normalizer="adams")
+    fresh = digest(engine)
     try:
         engine.load_checkpoint(path, tag="half")
         out["normalizer"] = "loaded"
     except RuntimeError as error:
         out["normalizer"] = str(error)
-    fresh = digest(engine)  # refused before the optimizer was touched; its replica has the checkpoint's weights
+    out["untouched"] = digest(engine) == fresh  # refused before anything was changed, the replica included
     for step in range(3):
         tiny.train_step(engine, step, rank)
     out["used"] = digest(engine) != fresh
     engine.load_checkpoint(path, tag="half", load_optimizer_states=False)
     reset = digest(engine)
-    out["afresh"] = {name for name in reset if reset[name] != fresh[name]}.issubset({"master0", "master1"})
+    out["afresh"] = {name for name in reset if reset[name] != fresh[name]}.issubset(
+        {"master0", "master1", "replica0", "replica1"}
+    )
     out["weights"] = [tiny.train_step(engine, step, rank) for step in range(HALF, FULL)]
     engine.destroy()
 

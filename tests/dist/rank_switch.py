@@ -76,7 +76,7 @@ def bad_cases() -> dict[str, tuple[dict[str, Any], str]]:
         "tensor_parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         "sequence": ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
-        "universal": ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        "writer": ({"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}, "checkpoint.writer"),
     }
 
 

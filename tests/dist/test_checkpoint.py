@@ -62,7 +62,7 @@ def test_another_normalizer_is_refused(runs: dict[str, list[dict[str, Any]]]) ->
     for result in runs["convert"]:
         said = result["zero2-bf16"]["normalizer"]
         assert "optimizer.params.normalizer = 'adams'" in said and "load_optimizer_states=False" in said
-        assert result["zero2-bf16"]["used"] and result["zero2-bf16"]["afresh"]
+        assert result["zero2-bf16"]["untouched"] and result["zero2-bf16"]["used"] and result["zero2-bf16"]["afresh"]
         assert all(loss < 6 for loss in result["zero2-bf16"]["weights"])
 
 

@@ -1,0 +1,204 @@
+"""The DeepSpeed JSON as the user wrote it, judged before DeepSpeed reads it.
+
+DeepSpeed checks some keys with assertions, divides by others, ignores names that it does not know, and some it uses on
+one rank only. What can be known from the document alone is said here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import hjson
+import torch
+from deepspeed.runtime import lr_schedules
+
+from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, SCAPE_ONLY, ScapeConfigError
+
+_OBJECTS = (
+    "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "checkpoint", "torch_autocast",
+    "activation_checkpointing", "tensor_parallel", "expert_parallel", "compile", "flops_profiler", "comms_logger",
+    "csv_monitor", "tensorboard", "wandb", "comet", "aio", "hybrid_engine", "autotuning", "data_efficiency",
+    "timers", "amp", "elasticity", "weight_quantization", "pipeline",
+)  # fmt: skip
+_FLAGS = (
+    "wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_gradients", "disable_allgather",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "check_overflow",
+    "managed_gradient_accumulation", "use_data_before_expert_parallelism", "disable_python_gc", "sparse_gradients",
+)  # fmt: skip
+_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OTHERS = (
+    "gradient_clipping", "steps_per_print", "communication_data_type", "gradient_predivide_factor",
+    "gradient_allreduce_op", "sequence_parallel_size", "seq_parallel_communication_data_type", "log_level",
+)  # fmt: skip
+Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
+
+
+def read(config: Any) -> dict[str, Any] | None:
+    """The document: a dict, or the file of that name; None for what only DeepSpeed can read."""
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, str | os.PathLike):  # a number would open a file descriptor
+        return None
+    try:
+        with open(config) as file:
+            found = hjson.load(file)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_ours(document: dict[str, Any], client: Any = None) -> bool:
+    """Whether the document, or the script, asks for SCAPE or AdamS, if need be with a slip of the pen."""
+    from deepspeed_scape.optimizer import Scape
+
+    optimizer = document.get("optimizer")
+    if isinstance(client, Scape):
+        return True
+    if not isinstance(optimizer, dict):
+        return optimizer is not None  # DeepSpeed fails on it whatever it means
+    params = optimizer.get("params")
+    known = SCAPE_ONLY - {"seed"}
+    return _resembles(optimizer.get("type")) or bool(isinstance(params, dict) and known & set(params))
+
+
+def _resembles(name: Any) -> bool:
+    names = {known.lower() for known in (*OPTIMIZER_NAMES, *DENSE_NAMES)}
+    return str(name).strip("[]' ").lower() in names
+
+
+def check(document: dict[str, Any], world_size: int) -> None:
+    """Refuse the first thing in the document that cannot work.
+
+    Raises:
+        ScapeConfigError: names the key, the value and the remedy.
+    """
+    for part in (_bad_names, _bad_types, _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler):
+        for key, value, problem, remedy in part(document):
+            raise ScapeConfigError(key, value, problem, remedy)
+    for key, value, problem, remedy in _bad_batch(document, world_size):
+        raise ScapeConfigError(key, value, problem, remedy)
+
+
+def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
+    """DeepSpeed ignores top-level names that it does not know, so a slip of the pen would be silent."""
+    known = [*_OBJECTS, *_FLAGS, *_COUNTS, *_OTHERS]
+    for name in document:
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.87)
+        if name not in known and close and close[0] not in document:
+            yield str(name), document[name], "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
+
+
+def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
+    for name in _OBJECTS:
+        if name in document and not isinstance(document[name], dict):
+            yield name, document[name], "must be a JSON object", f'write "{name}": {{...}}, or remove it'
+    for name in _FLAGS:
+        if name in document and not isinstance(document[name], bool):
+            yield name, document[name], "must be true or false", "set it to one of them, or remove it"
+
+
+def _bad_numbers(document: dict[str, Any]) -> Iterator[Refusal]:
+    for name in _COUNTS:
+        value = document.get(name)
+        if value is not None and not (_is_int(value) and value > 0):
+            yield name, value, "must be a whole number above 0", "give one, or remove it and let DeepSpeed derive it"
+    clip = document.get("gradient_clipping", 0.0)
+    if not (_is_number(clip) and clip >= 0):
+        yield "gradient_clipping", clip, "must be a number, 0 or above", "give a norm, or 0 for no clipping"
+    every = document.get("steps_per_print")
+    if every is not None and not (_is_int(every) and every > 0):
+        yield "steps_per_print", every, "must be a whole number above 0 (rank 0 divides by it)", "give one, or null"
+    divide = document.get("gradient_predivide_factor", 1.0)
+    if not (_is_number(divide) and divide > 0):
+        yield "gradient_predivide_factor", divide, "must be a number above 0", "remove it: SCAPE averages in fp32"
+    sequence = document.get("sequence_parallel_size", 1)
+    if not (_is_int(sequence) and sequence > 0):
+        yield "sequence_parallel_size", sequence, "must be a whole number above 0", "set it to 1"
+    tensor = document.get("tensor_parallel", {}).get("autotp_size", 0)
+    if not (_is_int(tensor) and tensor >= 0):
+        yield "tensor_parallel.autotp_size", tensor, "must be a whole number", "set it to 0"
+
+
+def _bad_optimizer(document: dict[str, Any]) -> Iterator[Refusal]:
+    optimizer = document.get("optimizer")
+    if optimizer is None:
+        return
+    name, params = optimizer.get("type"), optimizer.get("params", {})
+    known = (*OPTIMIZER_NAMES, *DENSE_NAMES)
+    if not isinstance(name, str) or (name not in known and _resembles(name)):
+        yield "optimizer.type", name, "no optimizer of that name", f"write one of {', '.join(known)}"
+    if params is not None and not isinstance(params, dict):
+        yield "optimizer.params", params, "must be a JSON object", 'write "params": {...}'
+    for extra in sorted(set(optimizer) - {"type", "params", "legacy_fusion"}):
+        yield f"optimizer.{extra}", optimizer[extra], "DeepSpeed would ignore it", "options go into optimizer.params"
+
+
+def _bad_precision(document: dict[str, Any]) -> Iterator[Refusal]:
+    if all(document.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
+        yield "fp16.enabled", True, "bf16.enabled is true as well", "set one of them to false"
+    power = document.get("fp16", {}).get("initial_scale_power", 16)
+    if _is_int(power) and not 0 <= power < 64:
+        yield "fp16.initial_scale_power", power, "2 to that power is no loss scale", "use 4 to 32"
+    dtypes = document.get("data_types", {})
+    wanted = dtypes.get("grad_accum_dtype")
+    if wanted not in (None, "fp32", "bf16", "fp16"):
+        yield "data_types.grad_accum_dtype", wanted, "unknown dtype", "use fp32, bf16 or fp16"
+    for name in set(dtypes) - {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}:
+        yield f"data_types.{name}", dtypes[name], "DeepSpeed would ignore it", "write grad_accum_dtype"
+
+
+def _bad_batch(document: dict[str, Any], world_size: int) -> Iterator[Refusal]:
+    total, micro, steps = (document.get(name) for name in _COUNTS)
+    if total is None and micro is None:
+        yield _COUNTS[1], None, "neither it nor train_batch_size is given", "give one of the two"
+        return
+    if total is None:
+        return
+    each, rest = divmod(total, (micro or 1) * (steps or 1) * world_size)
+    exact = each == 1 or micro is None or steps is None
+    if rest or not each or not exact:
+        parts = f"{micro or 'any'} a rank x {steps or 'any'} accumulation steps x {world_size} ranks"
+        yield _COUNTS[0], total, f"does not go with {parts}", "change it, or remove it and let DeepSpeed derive it"
+
+
+def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
+    """Try the scheduler on an optimizer of one parameter; DeepSpeed builds it only when the model is set up."""
+    scheduler = document.get("scheduler")
+    if scheduler is None:
+        return
+    name, params = scheduler.get("type"), scheduler.get("params") or {}
+    if name is None:
+        return
+    kind: Any = getattr(lr_schedules, str(name), None)
+    if kind is None or not inspect.isclass(kind):
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        problem = "DeepSpeed makes no such scheduler under ZeRO"
+        yield "scheduler.type", name, problem, f"use one of {known}, or pass lr_scheduler=FUNCTION for one of torch's"
+        return
+    if not isinstance(params, dict):
+        yield "scheduler.params", params, "must be a JSON object", 'write "params": {...}'
+        return
+    try:
+        optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
+        trial = cast(Callable[..., Any], kind)(optimizer, **params)
+        for _ in range(3):
+            trial.step()
+        rates = [group["lr"] for group in optimizer.param_groups]
+    except Exception as error:
+        yield "scheduler.params", params, f"{name} does not take it ({error})", "see the parameters of that scheduler"
+        return
+    if not all(_is_number(rate) and rate >= 0 for rate in rates):
+        yield "scheduler.params", params, f"{name} makes a learning rate of {rates[0]}", "give rates of 0 or above"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

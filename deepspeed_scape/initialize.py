@@ -1,0 +1,107 @@
+"""``deepspeed.initialize`` with every complaint about a SCAPE configuration in one form.
+
+What ``document.py`` finds comes first, before DeepSpeed reads anything. What DeepSpeed itself refuses, by an assertion,
+a pydantic error or worse, is said again with key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from deepspeed_scape import document as documents
+from deepspeed_scape.config import ScapeConfigError
+
+_SECTION_OF = {
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+    "CompileConfig": "compile",
+    "TPTrainingConfig": "tensor_parallel",
+    "DeepSpeedFlopsProfilerConfig": "flops_profiler",
+    "CommsConfig": "comms_logger",
+}
+
+
+def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any:
+    """Call ``deepspeed.initialize``.
+
+    Raises:
+        ScapeConfigError: names the key, the value and the remedy, on every rank alike.
+    """
+    given = arguments.arguments
+    config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
+    if config is None:
+        config = getattr(given.get("args"), "deepspeed_config", None)
+    document = documents.read(config)
+    if document is None or not documents.is_ours(document, given.get("optimizer")):
+        return stock(*arguments.args, **arguments.kwargs)
+    documents.check(document, _world_size(given.get("mpu")))
+    try:
+        return stock(*arguments.args, **arguments.kwargs)
+    except ScapeConfigError:
+        raise
+    except Exception as error:
+        ours = rephrase(error, document)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def _world_size(mpu: Any) -> int:
+    if hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rephrase(error: Exception, document: dict[str, Any]) -> ScapeConfigError | None:
+    """What DeepSpeed says about its configuration, in our form; None for an error that is not about it."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        path = [_SECTION_OF.get(error.title, ""), *map(str, first["loc"])]
+        problem = first["msg"].removeprefix("Value error, ").rstrip(".")
+        if first["type"] == "extra_forbidden":
+            problem = "DeepSpeed knows no such key"
+        key = ".".join(part for part in path if part) or error.title
+        return ScapeConfigError(key, first["input"], problem, "correct it or remove it")
+    files = list(_files_of(error))
+    about_config = any(file.endswith(os.path.join("runtime", "config.py")) for file in files)
+    if not about_config and not (files and _is_deepspeeds(files[-1])):
+        return None
+    text = str(error).rstrip(".") or type(error).__name__
+    key = max((name for name in _names(document) if name.rpartition(".")[2] in text), key=len, default="")
+    if not key:
+        return ScapeConfigError("configuration", "as given", f"DeepSpeed refuses it: {text}", "change what it names")
+    return ScapeConfigError(key, _value(document, key), f"DeepSpeed refuses it: {text}", "correct it or remove it")
+
+
+def _files_of(error: BaseException) -> Iterator[str]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
+
+
+def _is_deepspeeds(file: str) -> bool:
+    return os.path.abspath(file).startswith(os.path.dirname(os.path.abspath(deepspeed.__file__)) + os.sep)
+
+
+def _names(node: Any, where: str = "") -> Iterator[str]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            path = f"{where}.{name}".lstrip(".")
+            yield path
+            yield from _names(value, path)
+
+
+def _value(document: dict[str, Any], key: str) -> Any:
+    node: Any = document
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node

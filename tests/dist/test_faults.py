@@ -1,0 +1,111 @@
+"""A rank that dies, stops, ends early or has bad gradients: the others end with an error that says so, or go on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.rank_faults import FATAL, TIMEOUT
+from tests.launch import ROOT, extensions_dir, run_ranks
+
+pytestmark = pytest.mark.dist
+SCRIPT = Path(__file__).with_name("rank_faults.py")
+
+SAYS = {
+    "killed": "has ended",
+    "stopped": "is stopped",
+    "ended": "has ended",
+    "data ends early": "did not come: ended, out of reach, or waiting elsewhere (did their data end early?)",
+    "raises": "has ended",
+}
+
+
+@pytest.mark.parametrize("kind", FATAL)
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 2)], ids=["W2-rank0", "W2-rank1", "W4-rank2"])
+def test_a_lost_rank_ends_the_others_with_its_name(world: int, victim: int, kind: str) -> None:
+    failure = run_ranks(SCRIPT, world, [kind, victim], timeout=200, expect_failure=True)
+    ended = time.time()
+    assert failure.returncode is not None, failure.output  # by itself
+    reports = [result for rank, result in enumerate(failure.results) if rank != victim and result is not None]
+    told = [report["error"] for report in reports]
+    assert told, failure.output
+    assert all(ended - report["began"] < 60 for report in reports)  # since the step of the fault began
+    assert all(error.startswith("ScapeRankLost: ") and "optimizer step 4" in error for error in told)
+    assert all("Remedy: start the job again from its last checkpoint" in error for error in told)
+    named = [error for error in told if SAYS[kind] in error and f"{victim}" in error]
+    assert named, told
+    assert min(report["seconds"] for report in reports) < TIMEOUT + 15
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bad_or_no_gradients_on_one_rank_are_survived(world: int) -> None:
+    for result in run_ranks(SCRIPT, world, ["survivable", 0]):
+        assert result["skipped"] == [0, 1, 0, 1, 0, 0, 0, 0]
+        assert all(result["equal"])
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[str]]:
+    """Two network namespaces joined by a wire."""
+    names = [f"scape-{os.getpid()}-{i}" for i in range(2)]
+    wires = [f"sc{os.getpid() % 100000}{i}" for i in range(2)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", wires[0], "netns", names[0], "type", "veth", "peer", "name", wires[1], "netns", names[1])
+        for i, name in enumerate(names):
+            ip("-n", name, "link", "set", wires[i], "name", "eth0")
+            ip("-n", name, "addr", "add", f"10.79.0.{i + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+    except (OSError, subprocess.CalledProcessError):
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        pytest.skip("no network namespaces here")
+    yield names
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_cut_between_hosts_ends_both_sides(two_hosts: list[str], tmp_path: Path) -> None:
+    ranks = []
+    for rank, host in enumerate(two_hosts):
+        env = {**os.environ, "RANK": str(rank), "READY": str(tmp_path / f"ready{rank}")}
+        env |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        env |= {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29601", "GLOO_SOCKET_IFNAME": "eth0"}
+        env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        env |= {"TORCH_EXTENSIONS_DIR": extensions_dir(), "SCAPE_TEST_DEADLINE": str(time.time() + 200)}
+        command = ["ip", "netns", "exec", host, sys.executable, str(Path(__file__).with_name("rank_cut.py"))]
+        log = open(tmp_path / f"log{rank}", "wb")  # noqa: SIM115
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        deadline = time.monotonic() + 90
+        while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline and all(p.poll() is None for p in ranks), _logs(tmp_path)
+            time.sleep(0.1)
+        subprocess.run(["ip", "-n", two_hosts[1], "link", "set", "eth0", "down"], check=True)
+        begin = time.monotonic()
+        codes = [process.wait(60) for process in ranks]
+        assert time.monotonic() - begin < 60
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(code != 0 for code in codes), _logs(tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"log{rank}").read_text()
+        assert "ScapeRankLost: " in said and ("did not come" in said or "network is cut" in said), said[-3000:]
+
+
+def _logs(folder: Path) -> Any:
+    return [(folder / f"log{rank}").read_text()[-2000:] for rank in range(2)]

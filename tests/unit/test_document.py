@@ -1,0 +1,116 @@
+"""The JSON judged before DeepSpeed sees it, and DeepSpeed's own complaints in our form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from deepspeed_scape import ScapeConfigError, document, initialize
+from tests.dist import fuzz_configs
+
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "SCAPE", "params": {"lr": 1e-3}},
+}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "typo": ({"gradient_cliping": 1.0}, "gradient_cliping = 1.0: DeepSpeed knows no such key"),
+    "british": ({"zero_optimisation": {}, "zero_optimization": 1}, "zero_optimization = 1: must be a JSON object"),
+    "section": ({"fp16": True}, "fp16 = True: must be a JSON object"),
+    "flag": ({"wall_clock_breakdown": "yes"}, "wall_clock_breakdown = 'yes': must be true or false"),
+    "zero batch": ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu = 0: must be a whole number"),
+    "text batch": ({"train_batch_size": "8"}, "train_batch_size = '8'"),
+    "no batch": ({"train_micro_batch_size_per_gpu": None}, "neither it nor train_batch_size is given"),
+    "batch mismatch": ({"train_batch_size": 7}, "train_batch_size = 7: does not go with 4 a rank"),
+    "all three": ({"train_batch_size": 16, "gradient_accumulation_steps": 3}, "train_batch_size = 16: does not go"),
+    "clip": ({"gradient_clipping": "1.0"}, "gradient_clipping = '1.0'"),
+    "negative clip": ({"gradient_clipping": -1}, "gradient_clipping = -1"),
+    "print": ({"steps_per_print": 0}, "steps_per_print = 0"),
+    "both": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled = True: bf16.enabled is true"),
+    "scale": ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "fp16.initial_scale_power = 2000"),
+    "accum": ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype = 'int8'"),
+    "accum name": ({"data_types": {"grad_accum": "fp32"}}, "data_types.grad_accum = 'fp32': DeepSpeed would ignore it"),
+    "scheduler": ({"scheduler": {"type": "Nope"}}, "scheduler.type = 'Nope'"),
+    "torch's": ({"scheduler": {"type": "StepLR"}}, "pass lr_scheduler=FUNCTION"),
+    "scheduler name": ({"scheduler": {"type": "WarmupLR", "params": {"steps": 1}}}, "scheduler.params = {'steps': 1}"),
+    "scheduler value": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}, "scheduler.params"),
+    "optimizer": ({"optimizer": "SCAPE"}, "optimizer = 'SCAPE': must be a JSON object"),
+    "spelling": ({"optimizer": {"type": "ADAMS"}}, "optimizer.type = 'ADAMS': no optimizer of that name"),
+    "list": ({"optimizer": {"type": ["SCAPE"]}}, "optimizer.type = ['SCAPE']"),
+    "param": ({"optimizer": {"type": "SCAPE", "param": {}}}, "optimizer.param = {}: DeepSpeed would ignore it"),
+    "sequence": ({"sequence_parallel_size": 0}, "sequence_parallel_size = 0"),
+    "tensor": ({"tensor_parallel": {"autotp_size": "x"}}, "tensor_parallel.autotp_size = 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_documents_are_refused_by_key(name: str) -> None:
+    change, said = BAD[name]
+    assert document.is_ours({**GOOD, **change})
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, **change}, 2)
+    assert said in str(error.value) and "Remedy: " in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*scape*.json")), ids=lambda path: path.stem)
+def test_shipped_documents_pass(path: Path) -> None:
+    document.check(json.loads(path.read_text()), 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"train_batch_size": 8}, {"train_batch_size": 24, "gradient_accumulation_steps": 3}, {"my_own_notes": "hello"},
+     {"steps_per_print": None}, {"gradient_clipping": 0},
+     {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}}],
+    ids=str,
+)  # fmt: skip
+def test_good_documents_pass(change: dict[str, Any]) -> None:
+    document.check({**GOOD, **change}, 2)
+
+
+@pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 1}}, {"type": "Lamb"}, None])
+def test_other_peoples_documents_are_left_alone(optimizer: Any) -> None:
+    assert not document.is_ours({**GOOD, "optimizer": optimizer, "fp16": True})
+
+
+@given(number=st.integers(0, 2**32))
+def test_nothing_but_our_error_comes_out(number: int) -> None:
+    settings = fuzz_configs.build(number)
+    if document.is_ours(settings):
+        try:
+            document.check(settings, 2)
+        except ScapeConfigError as error:
+            assert error.key and error.remedy
+
+
+def test_a_file_is_read_and_anything_else_is_deepspeeds(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("# with a comment, as hjson may\n" + json.dumps(GOOD))
+    assert document.read(str(path)) == GOOD
+    for other in (None, "eyJhIjogMX0=", str(tmp_path / "none.json"), 3):
+        assert document.read(other) is None
+
+
+def test_pydantic_errors_name_the_key() -> None:
+    class DeepSpeedZeroConfig(BaseModel, extra="forbid"):
+        stage: int = 0
+
+    for given_value, key in (({"stage": "x"}, "zero_optimization.stage"), ({"stag": 1}, "zero_optimization.stag")):
+        try:
+            DeepSpeedZeroConfig(**given_value)
+        except ValueError as error:
+            ours = initialize.rephrase(error, GOOD)
+            assert ours is not None and ours.key == key and ours.value == next(iter(given_value.values()))
+
+
+def test_errors_of_the_users_own_code_pass() -> None:
+    try:
+        raise AssertionError("my model wants zero_optimization")
+    except AssertionError as error:
+        assert initialize.rephrase(error, GOOD) is None
