@@ -157,7 +157,7 @@ def _candidates_by_torch(moments: Moments, step: int, beta1: float, threshold: f
     found, scores = [], []
     scratch = torch.empty(3, CHUNK)  # an allocation for each piece would cost page faults, not arithmetic
     for piece in chunks(moments.last.numel(), moments.last.device):
-        score = pending_moment(moments[piece], step, beta1, scratch).numpy()
+        score = infinite_if_nan(pending_moment(moments[piece], step, beta1, scratch)).numpy()
         local = np.flatnonzero(score >= np.float32(threshold))
         scores.append(score[local])
         local += piece.start

@@ -100,6 +100,7 @@ class Bench:
         grads, starts, row = [self.grad], [0], self.new.view(1, -1)
         yield Case(name="sum_squares", nbytes=2 * n, run=lambda ops: ops.sum_squares(grads))
         yield Case(name="accumulate", nbytes=10 * n, run=lambda ops: ops.accumulate(self.residual, grads, starts, 1e-3))
+        yield Case(name="accumulate_and_measure", nbytes=10 * n, run=self._accumulate_and_measure)
         pack_bytes = 12 * k + self.scattered(1, 4)
         yield Case(name="pack", nbytes=pack_bytes, run=lambda ops: ops.pack(self.residual, self.index, self.packed))
         yield Case(
@@ -112,6 +113,16 @@ class Bench:
         if self.sparsity > 0.95:  # does not depend on it
             dense_out = torch.empty(n, dtype=torch.bfloat16, device=self.device)
             yield Case(name="update_dense", nbytes=38 * n, run=self._updates(None, self.residual, dense_out))
+
+    def _accumulate_and_measure(self, ops: Any) -> None:
+        """In one pass on a GPU: what a step would save if nothing were ever skipped or clipped."""
+        if ops.__name__.endswith(".gpu"):
+            from deepspeed_scape.kernels.accumulate import accumulate_and_measure
+
+            accumulate_and_measure(self.residual, [self.grad], [0], 1e-3)
+        else:
+            ops.sum_squares([self.grad])
+            ops.accumulate(self.residual, [self.grad], [0], 1e-3)
 
     def _codes(self) -> Iterator[Case]:
         block = self.code("block")

@@ -30,16 +30,19 @@ def candidates(  # type: ignore[no-untyped-def]
     index,  # (capacity,) int64, written
     score,  # (capacity,) fp32, written
 ):
-    """Find every element whose pending first moment reaches the threshold. Returns how many; -1: no room for them."""
+    """Find every element whose pending first moment reaches the threshold. Returns how many; -1: no room for them.
+
+    What is not a number counts as infinite.
+    """
     found = 0
     for i in range(gradient.size):
         delay = np.uint32(step - last[i])  # unsigned: a signed index would be tested for wrapping round
         value = abs(share[delay] * gradient[i] + moved[delay] * exp_avg[i])
-        if value >= threshold:  # seldom true, else see many_candidates
+        if not value < threshold:  # seldom true, else see many_candidates; true of a nan
             if found == index.size:
                 return -1
             index[found] = i
-            score[found] = value
+            score[found] = value if value == value else np.inf
             found += 1
     return found
 
@@ -71,14 +74,14 @@ def many_candidates(  # type: ignore[no-untyped-def]
             values[j] = abs(share[delay] * gradient[start + j] + moved[delay] * exp_avg[start + j])
         reached = np.uint64(0)
         for j in range(count):
-            reached |= np.uint64(values[j] >= threshold) << np.uint64(j)
+            reached |= np.uint64(not values[j] < threshold) << np.uint64(j)
         if found + count > index.size:
             return -1
         while reached != 0:
             j = _lowest_bit(reached)
             reached &= reached - np.uint64(1)
             index[found] = start + j
-            score[found] = values[j]
+            score[found] = values[j] if values[j] == values[j] else np.inf
             found += 1
     return found
 

@@ -76,6 +76,20 @@ def test_a_misleading_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(select(some, 90, 0.9, kept, options), select_top(pending_moment(some, 90, 0.9), kept))
 
 
+@pytest.mark.parametrize("sparsity", [0.9, 0.99], ids=["many", "few"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["loops", "torch"])
+def test_what_is_not_a_number_is_sent_first(sparsity: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(mask_module, "loops_for", lambda *_: None)
+    some = moments(mask_module.SAMPLE + 40_001)
+    some.gradient[[5, 20_000, 48_000]] = float("nan")
+    options = ScapeOptions(sparsity=sparsity)
+    kept = kept_in_partition(some.last.numel(), options)
+    chosen = select(some, 90, 0.9, kept, options)
+    assert {5, 20_000, 48_000} <= set(chosen.tolist())
+    assert torch.equal(chosen, select_top(pending_moment(some, 90, 0.9), kept))
+
+
 @given(st.integers(1, 400), st.integers(2, 60), st.sampled_from([0.5, 0.9, 0.99]), st.integers(0, 99))
 def test_block_selection_takes_the_top_of_each_block(size: int, block: int, sparsity: float, seed: int) -> None:
     score = torch.randint(5, (size,), generator=torch.Generator().manual_seed(seed)).float()  # many ties
