@@ -73,7 +73,7 @@ def network() -> str:
     """Step times on a slow network, from evals.network: two hosts, the methods that a user would choose between."""
     path = RESULTS / "network.csv"
     if not path.exists():
-        return ""
+        return "Not measured yet on a quiet machine: `sudo python -m evals.network`."
     rows, where = read_csv(path)
     table = Table(rows)
     slow = Table([row for row in rows if row.mbit is not None])

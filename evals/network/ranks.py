@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from evals.network.bystanders import go_first
 from evals.network.hosts import Hosts, address
 from evals.network.worker import CONTROL
-from launch.children import end_tree
 from launch.lifeline import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +71,7 @@ class Ranks:
                     start_new_session=True,
                 )
             )
+        go_first(self._processes[-1].pid)
         self._controls.append(Connection(ours.detach()))
 
     def __exit__(
@@ -125,12 +127,10 @@ class Ranks:
     def close(self) -> None:
         """End every rank that still lives, and return when they are gone."""
         for process in self._processes:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # each leads a group of its own: whatever it started goes too
         for process in self._processes:
             process.wait()
-            end_tree(process)
         for control in self._controls:
             control.close()
         self._processes, self._controls = [], []
