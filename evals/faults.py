@@ -82,7 +82,7 @@ class Job:
     def rank_process(self, rank: int) -> psutil.Process:
         for process in self.left():
             with suppress(psutil.Error):
-                if "launch/pretrain.py" in process.cmdline()[2] and process.environ().get("RANK") == str(rank):
+                if "launch/pretrain.py" in process.cmdline() and process.environ().get("RANK") == str(rank):
                     return process
         raise RuntimeError(f"no process of rank {rank}")
 

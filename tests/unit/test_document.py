@@ -29,6 +29,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no batch": ({"train_micro_batch_size_per_gpu": None}, "neither it nor train_batch_size is given"),
     "batch mismatch": ({"train_batch_size": 7}, "train_batch_size = 7: does not go with 4 a rank"),
     "all three": ({"train_batch_size": 16, "gradient_accumulation_steps": 3}, "train_batch_size = 16: does not go"),
+    "a multiple": ({"train_batch_size": 16, "gradient_accumulation_steps": 1}, "train_batch_size = 16: does not go"),
     "clip": ({"gradient_clipping": "1.0"}, "gradient_clipping = '1.0'"),
     "negative clip": ({"gradient_clipping": -1}, "gradient_clipping = -1"),
     "print": ({"steps_per_print": 0}, "steps_per_print = 0"),
