@@ -33,10 +33,14 @@ def simulate(case: dict[str, Any], world: int) -> dict[str, list[Any]]:
     options = dict(case["params"])
     lr, decay = options.pop("lr"), options.pop("weight_decay")
     specs = [
-        GroupSpec(params=[p.detach().clone() for p in group["params"]], lr=group["lr"], weight_decay=group["weight_decay"],
-                  betas=tuple(options.get("betas", (0.9, 0.95))))
+        GroupSpec(
+            params=[p.detach().clone() for p in group["params"]],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            betas=tuple(options.get("betas", (0.9, 0.95))),
+        )
         for group in two_groups(model, lr, decay)
-    ]  # fmt: skip
+    ]
     options.pop("betas", None)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for name in ("value_dtype", "residual_dtype"):
@@ -100,7 +104,9 @@ def train_dense(case: dict[str, Any], rank: int) -> torch.Tensor:
 def compare(case: dict[str, Any], real: dict[str, list[Any]], ideal: dict[str, list[Any]]) -> dict[str, Any]:
     """Worst relative parameter and loss differences, and how many mask entries agree."""
     params = max(float((a - b).norm() / b.norm()) for a, b in zip(real["params"], ideal["params"], strict=True))
-    worst = max(float(((a - b).abs() / (b.abs() + 1e-3)).max()) for a, b in zip(real["params"], ideal["params"], strict=True))
+    worst = max(
+        float(((a - b).abs() / (b.abs() + 1e-3)).max()) for a, b in zip(real["params"], ideal["params"], strict=True)
+    )
     loss = max(abs(a - b) / abs(b) for a, b in zip(real["loss"], ideal["loss"], strict=True))
     norm = max(abs(a - b) / b for a, b in zip(real["norm"], ideal["norm"], strict=True))
     same = total = 0

@@ -335,7 +335,9 @@ def odd_parameters(rank: int) -> dict[str, Any]:
             ]
 
         engine = tiny.start(tiny.config(normalizer="adams", sparsity=sparsity), model, groups(model))
-        plain = AdamS([{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups(reference)], lr=1e-2)
+        plain = AdamS(
+            [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups(reference)], lr=1e-2
+        )
         for step in range(30):
             loss = tiny.train_step(engine, step, rank)
             if step == 0:
@@ -362,7 +364,13 @@ def odd_parameters(rank: int) -> dict[str, Any]:
 
 def gradients(rank: int) -> dict[str, Any]:
     """safe_get_full_grad must give every rank the mean gradient."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_grad
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+    )
 
     from tests.dist import tiny
 
@@ -388,7 +396,14 @@ def gradients(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         dense = str(error)
     engine.destroy()
-    return {"everywhere": everywhere, "grads": grads, "doubled": doubled, "masters": masters, "moment": moment, "dense": dense}
+    return {
+        "everywhere": everywhere,
+        "grads": grads,
+        "doubled": doubled,
+        "masters": masters,
+        "moment": moment,
+        "dense": dense,
+    }
 
 
 def monitors(rank: int) -> dict[str, float]:

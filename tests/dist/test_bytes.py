@@ -37,7 +37,9 @@ def test_bytes_per_step(measured: list[list[dict[str, Any]]], case: int) -> None
         result = rank[case]
         total = result["counted"]["bytes_total"]
         assert total <= budget * result["numel"] * (world - 1) / world
-        assert total > 0.9 * budget * result["numel"] * (world - 1) / world  # a counter that forgets would pass the above
+        assert (
+            total > 0.9 * budget * result["numel"] * (world - 1) / world
+        )  # a counter that forgets would pass the above
         assert result["meter"] == pytest.approx(total, rel=1e-3)
     counted = sum(rank[case]["counted"]["bytes_total"] for rank in measured)
     kernel = measured[0][case]["kernel"]

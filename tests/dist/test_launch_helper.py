@@ -75,7 +75,9 @@ def test_an_expected_failure_that_does_not_come():
 def test_the_ranks_go_when_the_test_process_goes(how, tmp_path):
     # a shell's background job, as CI may be one, has SIGINT ignored, and so would its children
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    program += f"from tests.launch import run_ranks\nrun_ranks({str(SCRIPT)!r}, 2, ['hang'], timeout=120, preload=False)"
+    program += (
+        f"from tests.launch import run_ranks\nrun_ranks({str(SCRIPT)!r}, 2, ['hang'], timeout=120, preload=False)"
+    )
     tests = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         reports = wait_for(lambda: (found := sorted(tmp_path.glob("*/rank.*.json"))) and len(found) == 2 and found)

@@ -65,7 +65,9 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert wire < dense.median_ms < 1.6 * wire + 200
     assert dense.median_ms > 2 * table.get(free, "zero2").median_ms  # type: ignore[union-attr]
     assert dense.interface_bytes == pytest.approx(6 * dense.params, rel=0.05)
-    assert scape.counted_bytes == pytest.approx(0.904 * scape.params / 2, rel=0.02)  # fp32: 0.4 + 0.4 + 0.104, times 1/2
+    assert scape.counted_bytes == pytest.approx(
+        0.904 * scape.params / 2, rel=0.02
+    )  # fp32: 0.4 + 0.4 + 0.104, times 1/2
     assert scape.interface_bytes == pytest.approx(scape.counted_bytes, rel=0.15)  # headers weigh in such small messages
     queued = 0.4 * scape.params - 32_768  # reduce and gather, less what a full bucket lets through at once
     assert scape.laps["ms_reduce"] + scape.laps["ms_gather"] > queued / (10e6 / 8) * 1e3
@@ -101,7 +103,9 @@ def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
 
 def test_two_networks_at_once_do_not_meet() -> None:
     def ping(hosts: Hosts) -> bool:
-        return subprocess.run(hosts.command(0, ["ip", "-br", "addr", "show", "eth0"]), capture_output=True).returncode == 0
+        return (
+            subprocess.run(hosts.command(0, ["ip", "-br", "addr", "show", "eth0"]), capture_output=True).returncode == 0
+        )
 
     with Hosts(2) as one, Hosts(2) as other:
         assert ping(one) and ping(other)

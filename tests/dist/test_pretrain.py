@@ -24,8 +24,15 @@ def pretrain(output: Path, *args: object, config: str = "zero2_scape90_fp32", mo
     launcher += ["--master_port", str(free_port()), *(["--module", "deepspeed_scape.run"] if module else [])]
     job = ["launch/pretrain.py", "--deepspeed_config", f"ds_configs/{config}.json", "--preset", "tiny"]
     job += ["--eval-batches", "2", "--log-every", "1", "--output", str(output), *map(str, args)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "WANDB_MODE": "offline", "WANDB_DIR": str(output),
-           "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": extensions_dir()}  # fmt: skip
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(output),
+        "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": extensions_dir(),
+    }
     return subprocess.run(launcher + job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
 
 
@@ -40,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrain")
     data = folder / "data"
     data.mkdir()
-    words = "the ranks send what they must and keep the rest for a better day".split()
+    words = ["the", "ranks", "send", "what", "they", "must", "and", "keep", "the", "rest", "for", "a", "better", "day"]
     for split, count in (("train", 400), ("validation", 40)):
         lines = [json.dumps({"text": " ".join(words[(i * j) % 14] for j in range(60))}) for i in range(1, count)]
         (data / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
@@ -49,7 +56,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Any]:
-    common = ["--data", f"hf:{folder / 'data'}", "--cache-dir", folder / "cache", "--seed", 7, "--lr-schedule", "cosine"]
+    common = [
+        "--data",
+        f"hf:{folder / 'data'}",
+        "--cache-dir",
+        folder / "cache",
+        "--seed",
+        7,
+        "--lr-schedule",
+        "cosine",
+    ]
     common += ["--set", "gradient_accumulation_steps=2", "--lr-warmup", 3, "--eval-every", 5]
     done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, "--wandb")}
     # the schedule runs to --steps, so the first half is a run of 10 that is stopped by its save at 5

@@ -115,7 +115,15 @@ def test_debugging_views(ranks: list[dict[str, Any]]) -> None:
 
 def test_deepspeeds_monitors_get_what_the_dict_holds(ranks: list[dict[str, Any]]) -> None:
     written = ranks[0]["monitors"]
-    expected = {"bytes_scalar", "bytes_reduce", "bytes_params", "bytes_mask", "bytes_total", "grad_norm", "grad_norm_rms"}
+    expected = {
+        "bytes_scalar",
+        "bytes_reduce",
+        "bytes_params",
+        "bytes_mask",
+        "bytes_total",
+        "grad_norm",
+        "grad_norm_rms",
+    }
     assert expected <= set(written) and written["bytes_total"] > 0
 
 
