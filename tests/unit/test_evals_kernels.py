@@ -23,7 +23,18 @@ def test_the_table_has_a_row_for_every_kernel(
     kernels.main()
     torch.set_num_threads(threads)
     rows = list(csv.DictReader(output.open()))
-    each = ["sum_squares", "accumulate", "pack", "update", "scatter", "top_k", "block_top_k", "encode", "decode"]
+    each = [
+        "sum_squares",
+        "accumulate",
+        "accumulate_and_measure",
+        "pack",
+        "update",
+        "scatter",
+        "top_k",
+        "block_top_k",
+        "encode",
+        "decode",
+    ]
     assert [row["kernel"] for row in rows] == [*each, *each, "update_dense"]
     for row in rows:
         assert float(row["ms"]) > 0 and float(row["torch_ms"]) > 0 and int(row["bytes"]) > 0 and row["commit"]
