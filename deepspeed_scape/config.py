@@ -76,6 +76,11 @@ class ScapeOptions(AdamSOptions):
     check_replicas: int = Field(
         default=0, ge=0, description="compare all replicas and masters by checksum every N steps; 0 never"
     )
+    diagnostics_every: int = Field(
+        default=0,
+        ge=0,
+        description="count residual norm, mask overlap and visits every N steps (docs/metrics.md); 0 never",
+    )
     seed: int = Field(default=0, ge=0, description="seed of the threshold sample; it changes speed, never the mask")
 
     @model_validator(mode="after")
