@@ -74,7 +74,7 @@ def evaluate(
             tasks=list(tasks),
             num_fewshot=0,
             limit=limit,
-            bootstrap_iters=0,  # only for perplexity's error, which the log-likelihood's own says better
+            bootstrap_iters=100,  # of the error of perplexity alone
             log_samples=True,
             task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         )
