@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 def collect_stats(optimizer: ScapeZeroOptimizer, loss_scale: float) -> dict[str, float]:
     """``step_stats`` of the step just done; nothing in it makes the host wait."""
     sent = optimizer.exchange.take_sent()
-    density = 0.0 if optimizer.overflow else sent_share(optimizer.scape_groups, optimizer._is_dense(optimizer.applied_steps))
+    density = (
+        0.0 if optimizer.overflow else sent_share(optimizer.scape_groups, optimizer._is_dense(optimizer.applied_steps))
+    )
     return {
         **{f"bytes_{purpose}": float(count) for purpose, count in sent.items()},
         "bytes_total": float(sum(sent.values())),

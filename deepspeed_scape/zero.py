@@ -39,7 +39,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     Attributes:
         step_stats: after every step, bytes sent by purpose, norms and milliseconds (see ``monitor.py``).
-        diagnostics: residual norm, mask overlap, visits, as of its ``latest["diagnosed_step"]`` (see ``diagnostics.py``).
+        diagnostics: residual norm, mask overlap, visits every now and then (see ``diagnostics.py``).
         applied_steps: t, the steps that were not skipped.
         visits: how often an element was synchronised so far, on average.
     """

@@ -107,7 +107,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     at_least = {"steps": 1, "log_every": 1, "eval_batches": 1, "eval_every": 0, "save_every": 0, "lr_warmup": 0}
-    at_least |= {"micro_batch": 1, "seq_len": 1, "max_documents": 1, "vocab_size": MIN_VOCAB, "seed": 0, "diagnose_every": 0}
+    at_least |= {
+        "micro_batch": 1,
+        "seq_len": 1,
+        "max_documents": 1,
+        "vocab_size": MIN_VOCAB,
+        "seed": 0,
+        "diagnose_every": 0,
+    }
     for name, low in at_least.items():
         value = getattr(args, name)
         if value is not None and value < low:

@@ -79,7 +79,11 @@ def run(args: argparse.Namespace) -> compare.Results:
 def write(results: compare.Results, output: Path, args: argparse.Namespace) -> None:
     """downstream.md and downstream.json, each written beside its name and then renamed."""
     output.mkdir(parents=True, exist_ok=True)
-    told = {"provenance": {**provenance(), "lm_eval": _version()}, "limit": args.limit, "results": compare.plain(results)}
+    told = {
+        "provenance": {**provenance(), "lm_eval": _version()},
+        "limit": args.limit,
+        "results": compare.plain(results),
+    }
     for name, text in (("downstream.md", compare.markdown(results)), ("downstream.json", json.dumps(told, indent=1))):
         unfinished = output / f".{name}"
         unfinished.write_text(text)

@@ -78,7 +78,9 @@ def harness_table(results: Results) -> str:
                 if metric in result.metrics:
                     error = result.metrics.get(f"{metric}_stderr", math.nan)
                     shown = "" if math.isnan(error) else f"{error:.4f}"
-                    value = f"{result.metrics[metric]:.4f}" if metric != "perplexity" else f"{result.metrics[metric]:.4g}"
+                    value = (
+                        f"{result.metrics[metric]:.4f}" if metric != "perplexity" else f"{result.metrics[metric]:.4g}"
+                    )
                     lines.append(
                         f"| {name} | {task} | {len(result.correct)} | {metric} | {value} | {shown} | {result.cut:.0%} |"
                     )

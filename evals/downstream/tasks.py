@@ -38,7 +38,9 @@ def find_file(data: Path, task: str) -> Path:
     for name in names:
         if (data / name).is_file():
             return data / name
-    raise ValueError(f"--data {data}: no file for {task} (looked for {', '.join(names)}); --tasks takes a choice of tasks")
+    raise ValueError(
+        f"--data {data}: no file for {task} (looked for {', '.join(names)}); --tasks takes a choice of tasks"
+    )
 
 
 def read_items(path: Path, task: str) -> Iterator[Item]:

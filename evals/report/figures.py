@@ -49,6 +49,7 @@ def looks(runs: Sequence[Run]) -> list[Look]:
 
 def label(run: Run, runs: Sequence[Run]) -> str:
     """The method, with lr and seed where the runs differ in them; the run's name if that is not enough."""
+
     def describe(one: Run) -> str:
         parts = [one.method]
         if one.lr is not None and len({r.lr for r in runs}) > 1:
@@ -78,9 +79,16 @@ def loss_curves(runs: Sequence[Run], drawn: list[Look]) -> Any:
             _draw(ax, runs, drawn, key, axis)
         row[0].set_ylabel(f"{title}, nats/token")
         _limit(row[0], runs, key)
+    for ax in [ax for row in grid for ax, axis in zip(row, axes, strict=True) if axis is STEPS]:
+        _whole_steps(ax)
     handles = [plt.Line2D([], [], color=look.colour, linestyle=look.dash, label=look.label) for look in drawn]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(3, len(runs)), handlelength=2.8)
     return figure
+
+
+def _whole_steps(ax: Any) -> None:
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    ax.locator_params(axis="x", nbins=5, integer=True)
 
 
 def _any(runs: Sequence[Run], key: str, axis: Axis) -> bool:
@@ -89,18 +97,21 @@ def _any(runs: Sequence[Run], key: str, axis: Axis) -> bool:
 
 def _draw(ax: Any, runs: Sequence[Run], drawn: list[Look], key: str, axis: Axis) -> None:
     for run, look in zip(runs, drawn, strict=True):
-        xs, ys = smooth(run.points(key, axis.key))
+        xs, ys = smooth(run.points(key, axis.key), 80)
         few = len(xs) <= 12
         ax.plot([x / axis.unit for x in xs], ys, color=look.colour, linestyle=look.dash, marker="o" if few else "",
                 markersize=3.2)  # fmt: skip
     if axis.log and any(x > 0 for run in runs for x in run.points(key, axis.key)[0]):
         ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(lambda x, _: f"{x:,.6g}")
+    elif not axis.log:
+        ax.set_xlim(left=0)
     ax.set_xlabel(axis.label)
 
 
 def _limit(ax: Any, runs: Sequence[Run], key: str) -> None:
     """Leave out the fall of the first steps, which would flatten everything after it."""
-    curves = [smooth(run.points(key, "step"))[1] for run in runs]
+    curves = [smooth(run.points(key, "step"), 80)[1] for run in runs]
     curves = [ys for ys in curves if ys]
     low = min(min(ys) for ys in curves)
     high = max(max(ys[min(len(ys) // 20, len(ys) - 1) :]) for ys in curves)
@@ -118,11 +129,11 @@ SPLIT = (
     ("reduce", ("scape/ms_norm", "scape/ms_reduce")),
     ("gather", ("scape/ms_gather",)),
 )
-REST = "rest"
+REST = "not told apart"
 
 
 def time_split(run: Run) -> dict[str, float]:
-    """Typical milliseconds of each part of a step that the run tells of; `rest` is what no part accounts for."""
+    """Typical milliseconds of each part of a step that the run tells of; the last is what no part accounts for."""
     parts = {name: sum(run.typical(key) or 0.0 for key in keys) for name, keys in SPLIT}
     parts = {name: ms for name, ms in parts.items() if ms > 0}
     whole = run.typical("step_ms")
@@ -213,6 +224,8 @@ def health(runs: Sequence[Run], drawn: list[Look]) -> Any:
         ax.set_title(title)
         ax.set_xlabel(STEPS.label)
         ax.set_ylim(bottom=0)
+        ax.set_xlim(left=0)
+        _whole_steps(ax)
     return figure
 
 
@@ -222,8 +235,8 @@ FIGURES: tuple[tuple[str, str, str, Maker], ...] = (
      "Lines are means over stretches of the run; the first fall is cut off. Further left is cheaper, lower is better.",
      loss_curves),
     ("time", "Where the time of a step goes",
-     "Grey: the model. Orange: the optimizer's own work. Blue: waiting for other ranks. A dense run does not tell "
-     "its parts of the step apart.", time_bars),
+     "Grey: the model. Orange: the optimizer's own work. Blue: waiting for other ranks. The palest part is what a run "
+     "does not tell apart: a dense optimizer's whole step, in older records forward and backward too.", time_bars),
     ("visits", "Visits", "How often an element was synchronised; bins grow by a factor of 1.4.", visit_histograms),
     ("health", "Norms and masks",
      "The residual is what a rank has not sent yet. A mask that never changed would overlap by 100%, a random one by "

@@ -78,8 +78,10 @@ class Run:
     def visits(self) -> float | None:
         """Mean visits an element has had: recorded, or steps x density of a run that did not record them."""
         recorded = self.last("scape/visits")
-        if recorded is not None or str(self.optimizer.get("type", "")).lower() != "scape":
+        if recorded is not None or not self.optimizer.get("type"):
             return recorded
+        if str(self.optimizer["type"]).lower() != "scape":  # dense: every element, every step
+            return float(self.steps)
         params = self.optimizer.get("params", {})
         warm = min(self.steps, params.get("warmup_steps", 0))
         return warm + (self.steps - warm) * (1 - params.get("sparsity", 0.99))
@@ -110,7 +112,7 @@ def _add_sent_bytes(rows: list[Row]) -> None:
         before = row["step"]
 
 
-def smooth(points: Points, count: int = 150) -> Points:
+def smooth(points: Points, count: int) -> Points:
     """Means over so many stretches of equal length; the points themselves where there are fewer."""
     xs, ys = points
     if len(xs) <= count:

@@ -36,7 +36,7 @@ def results(runs: Sequence[Run], drawn: Sequence[Look]) -> Table:
         gap = None if val is None or dense is None else val / dense - 1
         rows.append([
             look.label, _shown(val, ".4f"), _shown(gap, "+.2%"), _shown(_tail(run), ".4f"), f"{run.steps:,}",
-            _shown(run.last("tokens"), ",.0f"), _shown(run.visits, ".3g") if run.visits is not None else NONE,
+            _shown(run.last("tokens"), ",.0f"), _shown(run.visits, ",.4g"),
             _shown(_over(run.bytes_per_step, 1e3), ",.1f"), _shown(_over(sent, 1e6), ",.1f"),
             _shown(run.typical("step_ms"), ".1f"), _shown(_over(wall, 60), ".1f"),
         ])  # fmt: skip
@@ -55,6 +55,7 @@ def _over(value: float | None, unit: float) -> float | None:
 
 def settings(runs: Sequence[Run], drawn: Sequence[Look]) -> Table:
     """What each run was: the columns in which none has anything to say are left out."""
+
     def versions(run: Run) -> dict[str, str]:
         return run.config.get("versions") or {}
 
