@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from evals.report.__main__ import main
-from evals.report.figures import label, time_split
+from evals.report.figures import label, looks, time_split
 from evals.report.runs import Run, smooth
 from evals.report.sources import read_path, read_runs
 from evals.report.tables import results as results_table
-from evals.report.figures import looks
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
@@ -132,7 +131,10 @@ def test_what_is_no_run_is_named(
 def test_a_history_as_csv_and_as_json(tmp_path: Path) -> None:
     rows = [{"_step": n, "loss": 4 - n / 10, "_runtime": n, "val_loss": 3.0 if n == 5 else None} for n in range(1, 6)]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    lines = ["_step,loss,_runtime,val_loss", *(f"{r['_step']},{r['loss']},{r['_runtime']},{r['val_loss'] or ''}" for r in rows)]
+    lines = [
+        "_step,loss,_runtime,val_loss",
+        *(f"{r['_step']},{r['loss']},{r['_runtime']},{r['val_loss'] or ''}" for r in rows),
+    ]
     (tmp_path / "b.csv").write_text("\n".join(lines) + "\n")
     for run in read_runs([tmp_path / "a.json", tmp_path / "b.csv"]):
         assert run.points("loss", "wall_s") == ([1, 2, 3, 4, 5], pytest.approx([3.9, 3.8, 3.7, 3.6, 3.5]))
@@ -141,7 +143,9 @@ def test_a_history_as_csv_and_as_json(tmp_path: Path) -> None:
 
 
 def test_an_exported_panel_has_several_runs(tmp_path: Path) -> None:
-    head = '"Step","fast - run - loss","fast - run - loss__MIN","fast - run - loss__MAX","slow - loss","slow - loss__MIN"'
+    head = (
+        '"Step","fast - run - loss","fast - run - loss__MIN","fast - run - loss__MAX","slow - loss","slow - loss__MIN"'
+    )
     (tmp_path / "panel.csv").write_text(head + '\n"1","4.0","4.0","4.0","5.0","5.0"\n"2","3.5","3.5","3.5","",""\n')
     fast, slow = read_path(tmp_path / "panel.csv")
     assert (fast.name, slow.name) == ("fast - run", "slow")
