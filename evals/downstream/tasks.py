@@ -69,9 +69,10 @@ def _six_lines(file: IO[str], path: Path) -> Iterator[Item]:
     """HellaSwag as a text: context, index of the right ending, four endings."""
     lines = file.read().splitlines()
     for start in range(0, len(lines), 2 + ENDINGS):
-        context, gold, *endings = lines[start : start + 2 + ENDINGS]
-        if len(endings) != ENDINGS or not gold.isdigit():
+        block = lines[start : start + 2 + ENDINGS]
+        if len(block) != 2 + ENDINGS or not block[1].isdigit():
             raise ValueError(f"{path}, line {start + 1}: expected six lines: context, index, {ENDINGS} endings")
+        context, gold, *endings = block
         item = {"query": clean(context), "choices": [clean(e) for e in endings], "gold": int(gold)}
         _check_gold(item, f"{path}, line {start + 1}")
         yield item

@@ -223,7 +223,7 @@ def health(runs: Sequence[Run], drawn: list[Look]) -> Any:
             ax.plot(xs, [y / (unit or 1) for y in ys], color=look.colour, linestyle=look.dash)
         ax.set_title(title)
         ax.set_xlabel(STEPS.label)
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.04 * ax.get_ylim()[1])
         ax.set_xlim(left=0)
         _whole_steps(ax)
     return figure

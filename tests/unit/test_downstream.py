@@ -199,7 +199,7 @@ def by_hand(weights: Path, context: str, answer: str) -> float:
     count = len(whole) - len(prompt)
     shown = torch.tensor([whole[-(checkpoint.seq + 1) :]])
     logp = model(input_ids=shown[:, :-1]).logits[0].log_softmax(-1)
-    return float(logp.gather(1, shown[0, 1:, None])[-count:].sum())
+    return float(logp.gather(1, shown[0, 1:, None])[-count:].sum().detach())
 
 
 @needs_lm_eval
