@@ -15,9 +15,10 @@ def _shown(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def best_dense(runs: Sequence[Run]) -> float | None:
-    """The lowest final validation loss among the dense runs, or None."""
-    losses = [final_val(run) for run in runs if run.optimizer.get("type") and not run.method.startswith("SCAPE")]
+def best_dense(runs: Sequence[Run], steps: int) -> float | None:
+    """The lowest final validation loss among the dense runs of as many steps, or None: others compare with nothing."""
+    dense = [run for run in runs if run.optimizer.get("type") and not run.method.startswith("SCAPE")]
+    losses = [final_val(run) for run in dense if run.steps == steps]
     return min((loss for loss in losses if loss is not None), default=None)
 
 
@@ -27,12 +28,12 @@ def final_val(run: Run) -> float | None:
 
 def results(runs: Sequence[Run], drawn: Sequence[Look]) -> Table:
     """What came out of each run, and what it cost."""
-    dense = best_dense(runs)
     head = ["run", "val loss", "to best dense", "train loss", "steps", "tokens", "visits", "kB/step", "MB sent",
             "ms/step", "wall-clock, min"]  # fmt: skip
     rows = []
     for run, look in zip(runs, drawn, strict=True):
         val, wall, sent = final_val(run), run.last("wall_s"), run.last("bytes_cumulative")
+        dense = best_dense(runs, run.steps)
         gap = None if val is None or dense is None else val / dense - 1
         rows.append([
             look.label, _shown(val, ".4f"), _shown(gap, "+.2%"), _shown(_tail(run), ".4f"), f"{run.steps:,}",

@@ -180,8 +180,10 @@ def test_labels_tell_runs_apart() -> None:
 def test_visits_and_the_gap_to_dense() -> None:
     dense, sparse = Run("d", steps(40), config()), Run("s", steps(40, scale=2), config("SCAPE", sparsity=0.99))
     assert (dense.visits, sparse.visits) == (40.0, pytest.approx(0.4))
+    longer = Run("l", steps(50), config())
     head, rows = results_table([dense, sparse], looks([dense, sparse]))
     gap = head.index("to best dense")
+    assert results_table([sparse, longer], looks([sparse, longer]))[1][0][gap] == "–"  # not of as many steps
     assert rows[0][gap] == "+0.00%" and rows[1][gap] == f"{3.05 / 3.025 - 1:+.2%}"
 
 
