@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
 from evals.report.sources import read_path
 from evals.report.wandb_file import BLOCK, read_records, read_wandb
-from launch.tracker import AXES, WandbRun, with_axes
+from launch.tracker import WandbRun, with_axes
 
 pytest.importorskip("wandb", reason="wandb is not installed")
 
@@ -60,7 +61,8 @@ def test_an_offline_run_holds_what_was_logged(offline: Path) -> None:
 
 def test_losses_have_every_axis(offline: Path) -> None:
     log = read_wandb(offline)
-    assert {k: v for k, v in log.metrics.items() if v} == {f"{prefix}/*": axis for prefix, axis in AXES.items()}
+    axes = {"by_tokens/*": "tokens", "by_wall_s/*": "wall_s", "by_bytes/*": "bytes_cumulative"}
+    assert {k: v for k, v in log.metrics.items() if v} == axes
     last = log.history[-1]
     for prefix in ("by_tokens", "by_wall_s", "by_bytes"):
         assert last[f"{prefix}/loss"] == last["loss"] and last[f"{prefix}/val_loss"] == last["val_loss"]
@@ -83,6 +85,17 @@ def test_a_killed_run_is_read_as_far_as_it_came(offline: Path, tmp_path: Path, c
     assert 0 < len(left) < len(whole) and left == whole[: len(left)]
     (run,) = read_path(short)
     assert "still running or was killed" in run.notes[0]
+
+
+@pytest.mark.parametrize("left", range(8))
+def test_a_block_that_ends_in_padding(tmp_path: Path, left: int) -> None:
+    """Where fewer than 7 bytes of a block are left no record begins; with exactly 7, an empty first piece may."""
+    first = b"a" * (BLOCK - 7 - 7 - left)  # the file's header, the record's, and what is left of the block
+    data = b":W&B\xe1\xbe\x00" + struct.pack("<IHB", 0, len(first), 1) + first
+    data += struct.pack("<IHB", 0, 0, 2) if left == 7 else b"\0" * left
+    data += struct.pack("<IHB", 0, 1, 4 if left == 7 else 1) + b"b"
+    (tmp_path / "x.wandb").write_bytes(data)
+    assert list(read_records(tmp_path / "x.wandb")) == [first, b"b"]
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
