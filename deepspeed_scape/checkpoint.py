@@ -3,8 +3,9 @@
 DeepSpeed saves masters, ``exp_avg`` and ``exp_avg_sq`` as for any optimizer, so ``zero_to_fp32`` works. One extra key
 of each rank's ZeRO state dict holds what is ours, as tensors and plain types only:
 
-    version, step, world_size, rank, options, norms, parameters
+    version, step, world_size, rank, options, norms, parameters, visits
     groups: residual (P,)   last (S,) int32   masks (W, K) int32 or None   decay (step + 1,) fp64
+            visits (S,) int32 if `diagnostics_every` is set
 
 ``parameters`` lists name, first element in the flat buffer and size of every parameter, group by group.
 """
@@ -61,13 +62,15 @@ def save(optimizer: ScapeZeroOptimizer) -> dict[str, Any]:
         **describe(optimizer),
         "rank": optimizer.exchange.rank,
         "norms": optimizer.norms.state(),
+        "visits": optimizer.visits,
         "groups": [_save_group(group) for group in optimizer.scape_groups],
     }
 
 
 def _save_group(group: ScapeGroup) -> dict[str, Any]:
     masks = None if group.position is None else group.masks().to(torch.int32)
-    return {"residual": group.residual, "last": group.last, "masks": masks, "decay": group.decay.state()}
+    counted = {} if group.visits is None else {"visits": group.visits}
+    return {"residual": group.residual, "last": group.last, "masks": masks, "decay": group.decay.state(), **counted}
 
 
 def check(state: dict[str, Any], optimizer: ScapeZeroOptimizer, universal: bool = False) -> None:
@@ -147,10 +150,13 @@ def restore(state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
         group.residual.copy_(saved["residual"])
         group.last.copy_(saved["last"])
         group.decay.load(saved["decay"])
+        if group.visits is not None:  # a checkpoint without counts starts them again
+            group.visits.copy_(saved.get("visits", torch.zeros_like(group.visits)))
         keep = saved["masks"] is not None and not changed
         group.use_masks(saved["masks"].to(group.flat.device, torch.int64) if keep else None)
     optimizer.applied_steps = state["step"]
     optimizer.norms.load(state["norms"])
+    optimizer.visits = state["visits"]
 
 
 def start_afresh(optimizer: ScapeZeroOptimizer) -> None:
@@ -158,9 +164,12 @@ def start_afresh(optimizer: ScapeZeroOptimizer) -> None:
     for group in optimizer.scape_groups:
         group.residual.zero_()
         group.last.zero_()
+        if group.visits is not None:
+            group.visits.zero_()
         group.decay = DecayHistory(group.flat.device)
         group.use_masks(None)
         for value in group.moments.values():
             value.zero_()
     optimizer.applied_steps = 0
     optimizer.norms.load(None)
+    optimizer.visits = 0.0

@@ -82,6 +82,11 @@ class ScapeOptions(AdamSOptions):
         le=1e6,
         description="seconds a rank waits for the others before the run ends with an error; 0 as long as torch does",
     )
+    diagnostics_every: int = Field(
+        default=0,
+        ge=0,
+        description="count residual norm, mask overlap and visits every N steps (docs/metrics.md); 0 never",
+    )
     seed: int = Field(default=0, ge=0, description="seed of the threshold sample; it changes speed, never the mask")
 
     @model_validator(mode="after")

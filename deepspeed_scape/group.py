@@ -53,6 +53,7 @@ class ScapeGroup:
         self.residual = torch.zeros(layout.numel, dtype=options.residual_torch_dtype, device=device)
         self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
         self.decay = DecayHistory(device)
+        self.visits: Tensor | None = None  # (S,) int32: steps in which an element was synchronised, where counted
         self.position: Tensor | None = None  # (W*K,) int64: the mask as places in the flat buffer, None until made
 
     @property
@@ -82,11 +83,34 @@ class ScapeGroup:
         hyper = Hyper.of_group(self.hyper_group, self.options.normalizer)
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
         self.moments["step"].fill_(step)
-        start = self.rank * self.layout.partition_size
-        own = None if dense else self._made().view(self.layout.world_size, -1)[self.rank] - start
+        own = self._own_mask(dense)
+        if self.visits is not None:
+            self.visits.add_(1) if own is None else self.visits.index_add_(0, own, self._ones)
         out = torch.empty_like(mean) if out is None else out
         ops_for(mean, *states).update(own, mean, step, states, self.last, self.decay, hyper, out)
         return out
+
+    def _own_mask(self, dense: bool) -> Tensor | None:  # (K,) int64 within the partition; None for all of it
+        start = self.rank * self.layout.partition_size
+        return None if dense else self._made().view(self.layout.world_size, -1)[self.rank] - start
+
+    def count_visits(self) -> None:
+        """Count from now on how often each element of the own partition is synchronised: 4 S bytes."""
+        self.visits = torch.zeros_like(self.last)
+        self._ones = torch.ones(self.layout.kept, dtype=torch.int32, device=self.last.device)
+
+    def own_visits(self) -> Tensor:
+        """(n,) int32: the counts of the partition's real elements, its padding left out. Raises if none are kept."""
+        if self.visits is None:
+            raise RuntimeError("visits are not counted; set diagnostics_every")
+        end = max((slot.start + slot.numel for slot in self.layout.slots), default=0)
+        return self.visits[: max(0, end - self.rank * self.layout.partition_size)]
+
+    def visited_at(self, step: int, dense: bool) -> Tensor:
+        """() int64: how many elements of the mask in use (of all, in a dense step) were last visited at ``step``."""
+        own = self._own_mask(dense)
+        last = self.last if own is None else self.last.index_select(0, own)
+        return (last == step).sum()
 
     def scatter(self, values: Tensor, dense: bool) -> None:
         """Write the gathered new parameters (W, K), model dtype, into the replica."""

@@ -7,12 +7,45 @@ Keys of ``engine.optimizer.step_stats``, and of the monitors with ``Train/Scape/
     grad_norm_rms     sqrt(mean over ranks of ||g_i||^2), an upper bound of it
     clip_coefficient  what the gradients were multiplied with, in (0, 1]
     skipped           1 for a step that was dropped because of an inf or nan
-    ms_<part>         milliseconds of each part of the step (on CPUs), mask_wait among them
+    sparsity          share of the elements that this step did not synchronise: 0 in a dense one, 1 in a skipped one
+    visits            how often an element was synchronised so far, on average
+    ms_<part>         milliseconds of each part of the step, mask_wait among them; on a GPU of the step before
+
+The monitors also get ``diagnostics.py``'s keys whenever there are new ones.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_scape.group import ScapeGroup
+    from deepspeed_scape.zero import ScapeZeroOptimizer
+
+
+def collect_stats(optimizer: ScapeZeroOptimizer, loss_scale: float) -> dict[str, float]:
+    """``step_stats`` of the step just done; nothing in it makes the host wait."""
+    sent = optimizer.exchange.take_sent()
+    density = (
+        0.0 if optimizer.overflow else sent_share(optimizer.scape_groups, optimizer._is_dense(optimizer.applied_steps))
+    )
+    return {
+        **{f"bytes_{purpose}": float(count) for purpose, count in sent.items()},
+        "bytes_total": float(sum(sent.values())),
+        "grad_norm": float(optimizer._global_grad_norm),
+        "grad_norm_rms": optimizer.norms.rms / loss_scale,
+        "clip_coefficient": optimizer.norms.coefficient,
+        "skipped": float(optimizer.overflow),
+        "sparsity": 1.0 - density,
+        "visits": optimizer.visits,
+        **{f"ms_{lap}": ms for lap, ms in optimizer.stopwatch.read().items()},
+    }
+
+
+def sent_share(groups: Sequence[ScapeGroup], dense: bool) -> float:
+    """Share of all elements, padding included, that a step synchronises."""
+    return sum(group.kept(dense) for group in groups) / max(1, sum(group.kept(True) for group in groups))
 
 
 class StepMonitor:

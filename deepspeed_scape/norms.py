@@ -44,7 +44,8 @@ class GradientNorms:
         exchange: Exchange,
         device: torch.device,
         mask_faults: Tensor | None = None,  # (1,) int32: what a GPU found wrong with the masks it has decoded
-    ) -> None:
+        passengers: Tensor | None = None,  # (n,) fp64: sums that others want to know
+    ) -> list[float]:  # n sums over the ranks
         """Sum ||g_i||^2 over the ranks, and with it what else the host must learn: one all-reduce, one wait.
 
         Raises:
@@ -57,7 +58,9 @@ class GradientNorms:
             terms[1], terms[2] = self._noted
         if mask_faults is not None:
             terms[3:] = mask_faults
-        total, mean_square, sum_square, faults = exchange.sum_scalars(terms).tolist()
+        if passengers is not None:
+            terms = torch.cat([terms, passengers])
+        total, mean_square, sum_square, faults, *brought = exchange.sum_scalars(terms).tolist()
         if faults:
             raise RuntimeError("a gathered mask was damaged: it did not hold K elements inside the partition")
         self.rms = math.sqrt(total / self.world_size) if math.isfinite(total) else math.inf
@@ -65,6 +68,7 @@ class GradientNorms:
             share = mean_square / (sum_square / self.world_size)
             self.signal_share = min(1.0, max(1.0 / self.world_size, share))
         self.estimate = self.rms * math.sqrt(self.signal_share)
+        return brought
 
     def judge(self, clip_grad: float, loss_scale: float) -> None:
         """Set ``coefficient`` = min(1, clip / norm), with DeepSpeed's 1e-6 beside the norm, and ``finite``.

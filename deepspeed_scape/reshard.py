@@ -34,13 +34,15 @@ def split(states: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Tensor]
     """Name and state, (n,) each, of every parameter, from our part of all ranks' checkpoints in rank order."""
     for i, slots in enumerate(states[0]["parameters"]):
         groups = [state["groups"][i] for state in states]
-        last = torch.cat([group["last"] for group in groups])  # (P,)
+        owned = {"last"} if any("visits" not in group for group in groups) else {"last", "visits"}
+        whole = {key: torch.cat([group[key] for group in groups]) for key in owned}  # (P,) each
         for name, start, numel in slots:
             place = slice(start, start + numel)
             total = torch.zeros(numel, dtype=torch.float64)
             for group in groups:
                 total += group["residual"][place]
-            yield name, {"residual": total.div_(len(groups)).float(), "last": last[place].clone()}
+            residual = total.div_(len(groups)).float()
+            yield name, {"residual": residual, **{key: value[place].clone() for key, value in whole.items()}}
 
 
 def summarise(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def summarise(states: list[dict[str, Any]]) -> dict[str, Any]:
 
     The noise terms of the last reduce are kept as sums over the ranks (see ``norms.py``).
     """
-    kept = {key: states[0][key] for key in ("version", "step", "world_size", "options", "parameters")}
+    kept = {key: states[0][key] for key in ("version", "step", "world_size", "options", "parameters", "visits")}
     noted = [state["norms"]["noted"] for state in states]
     sums = None if None in noted else [sum(terms) for terms in zip(*noted, strict=True)]
     decay = [group["decay"] for group in states[0]["groups"]]
@@ -72,7 +74,7 @@ def load(folder: Path, optimizer: ScapeZeroOptimizer, load_optimizer_states: boo
             _load_ours(folder / slot.name, group, slot)
         group.moments["step"].fill_(common["step"])
         group.decay.load(decay)
-    optimizer.applied_steps = common["step"]
+    optimizer.applied_steps, optimizer.visits = common["step"], common["visits"]
     optimizer.norms.load(_share_norms(common, optimizer.exchange.world_size))
 
 
@@ -102,6 +104,8 @@ def _load_ours(folder: Path, group: ScapeGroup, slot: ParamSlot) -> None:
     group.residual[slot.start : slot.start + slot.numel].copy_(state["residual"])
     here, there = overlap(slot, group)
     group.last[here].copy_(state["last"][there])
+    if group.visits is not None and "visits" in state:
+        group.visits[here].copy_(state["visits"][there])
 
 
 def overlap(slot: ParamSlot, group: ScapeGroup) -> tuple[slice, slice]:

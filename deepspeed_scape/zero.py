@@ -22,10 +22,11 @@ from torch import Tensor
 from deepspeed_scape import checkpoint, faults, gradient_views, reshard
 from deepspeed_scape.agreement import all_or_none
 from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.diagnostics import Diagnostics
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.group import ScapeGroup
 from deepspeed_scape.layout import group_layout, locate
-from deepspeed_scape.monitor import StepMonitor
+from deepspeed_scape.monitor import StepMonitor, collect_stats, sent_share
 from deepspeed_scape.norms import GradientNorms
 from deepspeed_scape.optimizer import Scape
 from deepspeed_scape.replicas import check_replicas
@@ -40,7 +41,9 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
 
     Attributes:
         step_stats: after every step, bytes sent by purpose, norms and milliseconds (see ``monitor.py``).
+        diagnostics: residual norm, mask overlap, visits every now and then (see ``diagnostics.py``).
         applied_steps: t, the steps that were not skipped.
+        visits: how often an element was synchronised so far, on average.
     """
 
     def __init__(self, init_optimizer: Scape, *args: Any, **kwargs: Any) -> None:
@@ -56,8 +59,11 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
         self.wire = WireBuffers(self.scape_groups, self.exchange.world_size, self.options.value_torch_dtype)
         self.norms = GradientNorms(self.exchange.world_size)
+        self.diagnostics = Diagnostics(self.scape_groups, self.options.diagnostics_every, self.exchange.world_size)
         self.applied_steps = 0
+        self.visits = 0.0
         self.step_stats: dict[str, float] = {}
+        self._diagnosed = False  # whether this step brought new diagnostics
         self._gradients_wait = False  # between a backward and the step; the same on all ranks
         self._loading_state = False
         self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
@@ -187,7 +193,10 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         if not dense:
             self._take_mask(step)
         mean = self._pack_and_reduce(dense)
+        self.diagnostics.before_update(step, dense)
         self._update_and_gather(mean, step, dense)
+        self.diagnostics.after_step(step, dense)
+        self.visits += sent_share(self.scape_groups, dense)
         self.applied_steps = step
         if not self._is_dense(step + 1):
             self._start_mask(step)
@@ -203,7 +212,9 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """The one scalar all-reduce: the inf/nan verdict, the RMS norm, and the noise terms of the step before."""
         device = self.scape_groups[0].flat.device
         local = [sum_squares([g for g in grads if g is not None], device) for grads in self._local_gradients()]
-        self.norms.agree(local, self.exchange, device, self.wire.mask_faults)
+        terms = self.diagnostics.take_terms()
+        learnt = self.norms.agree(local, self.exchange, device, self.wire.mask_faults, terms)
+        self._diagnosed = self.diagnostics.learn(learnt)
         self.norms.judge(self.clip_grad, scale)
         self.overflow = not self.norms.finite
         self.stopwatch.lap("norm")
@@ -254,16 +265,9 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         return [[getattr(param, "grad_accum", None) for param in group] for group in self.bit16_groups]
 
     def _collect_stats(self, loss_scale: float) -> None:
-        sent = self.exchange.take_sent()
-        self.step_stats = {f"bytes_{purpose}": float(count) for purpose, count in sent.items()}
-        self.step_stats["bytes_total"] = float(sum(sent.values()))
-        self.step_stats["grad_norm"] = float(self._global_grad_norm)
-        self.step_stats["grad_norm_rms"] = self.norms.rms / loss_scale
-        self.step_stats["clip_coefficient"] = self.norms.coefficient
-        self.step_stats["skipped"] = float(self.overflow)
-        self.step_stats.update({f"ms_{lap}": ms for lap, ms in self.stopwatch.laps.items()})
+        self.step_stats = collect_stats(self, loss_scale)
         if self.monitor is not None:
-            self.monitor.write(self.step_stats)
+            self.monitor.write(self.step_stats | (self.diagnostics.latest if self._diagnosed else {}))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 

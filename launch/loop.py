@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_scape.stopwatch import Stopwatch
 from launch.batches import BatchOrder, read_windows
 from launch.cluster import mean_over_ranks
 from launch.metrics import Record
@@ -55,9 +56,13 @@ class Trainer:
     val_loss: float = math.nan
     step_ms: list[float] = field(default_factory=list)  # of this process's steps
     cpu_s: float = 0.0  # processor time of this process's steps, all threads: steadier than the clock on a busy machine
+    _diagnosed: float = 0.0  # step of the newest diagnostics that a record has told
     _unlogged: int = 0  # steps since the last record
     _unlogged_bytes: int = 0
     _unlogged_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch(self.device)
 
     def batch(self, micro_step: int) -> Tensor:  # (B, seq + 1) int64
         windows = self.order.windows_of(self.progress.step, dist.get_rank(), micro_step)
@@ -67,10 +72,16 @@ class Trainer:
         """One optimizer step: every micro-step's forward and backward, and the engine's step."""
         begin, cpu, sent = time.perf_counter(), time.process_time(), self.meter.bytes_sent
         total = torch.zeros((), device=self.device)
+        self.stopwatch.restart()
         for micro_step in range(self.order.accumulation):
-            loss = next_token_loss(self.engine, self.batch(micro_step))
+            tokens = self.batch(micro_step)
+            self.stopwatch.lap("data")
+            loss = next_token_loss(self.engine, tokens)
+            self.stopwatch.lap("forward")
             self.engine.backward(loss)
+            self.stopwatch.lap("backward")
             self.engine.step()
+            self.stopwatch.lap("engine_step")
             total += loss.detach()
         self.progress.step += 1
         seconds, sent = time.perf_counter() - begin, self.meter.bytes_sent - sent
@@ -103,7 +114,8 @@ class Trainer:
     def record(self, loss: Tensor, lr: float) -> Record:
         """What is known of the step just done, and of those since the last record. Every rank takes part."""
         own = float(loss)  # waits for the device, so the seconds below are whole
-        mean_loss, sent = mean_over_ranks([own, self._unlogged_bytes / self._unlogged], self.device)
+        mine = [own, self._unlogged_bytes / self._unlogged, self.progress.wire_bytes]
+        mean_loss, sent, sent_in_all = mean_over_ranks(mine, self.device)
         optimizer = self.engine.optimizer
         grad_norm = self.engine.get_global_grad_norm()
         record = {
@@ -114,6 +126,7 @@ class Trainer:
             "tokens_per_s": self._unlogged * self.tokens_per_step() / self._unlogged_s,
             "step_ms": statistics.median(self.step_ms[-self._unlogged :]),
             "bytes_sent": sent,
+            "bytes_cumulative": sent_in_all,
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "loss_scale": float(getattr(optimizer, "loss_scale", 1.0)),
             "skipped_steps": self.engine.skipped_steps,
@@ -121,9 +134,20 @@ class Trainer:
             "wall_s": self.progress.wall_s,
             "time": time.time(),
         }
+        record |= {f"ms_{part}": ms for part, ms in self.stopwatch.read().items()}
         record |= {f"scape/{k}": float(v) for k, v in getattr(optimizer, "step_stats", {}).items()}
+        record |= {f"scape/{k}": float(v) for k, v in self._new_diagnostics().items()}
         self._unlogged, self._unlogged_bytes, self._unlogged_s = 0, 0, 0.0
         return record
+
+    def _new_diagnostics(self) -> Record:
+        """SCAPE's diagnostics, if there are some that no record has told yet."""
+        latest = getattr(getattr(self.engine.optimizer, "diagnostics", None), "latest", {})
+        newest = latest.get("diagnosed_step", 0.0)
+        if newest == self._diagnosed:
+            return {}
+        self._diagnosed = newest
+        return latest
 
     def run(
         self, *, steps: int, log_every: int, eval_every: int, save_every: int, save: Callable[[Progress], None]

@@ -63,11 +63,15 @@ def read_metrics(path: Path) -> tuple[Record, list[Record], Record | None]:
     Steps that were logged before a kill and done again after the resume are dropped in favour of the later ones, and so
     is a summary that a longer run went on from. Raises ValueError for a file without a config record.
     """
+    return join_records([json.loads(line) for line in path.read_text().splitlines()], str(path))
+
+
+def join_records(records: list[Record], where: str) -> tuple[Record, list[Record], Record | None]:
+    """The same from the records themselves; `where` they are from is for the error's message."""
     config: Record | None = None
     steps: list[Record] = []
     summary: Record | None = None
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
+    for record in records:
         if record["kind"] == "step":
             steps.append(record)
         elif record["kind"] == "summary":
@@ -77,7 +81,7 @@ def read_metrics(path: Path) -> tuple[Record, list[Record], Record | None]:
             steps = [s for s in steps if s["step"] <= record.get("resumed_from", 0)]
             summary = None
     if config is None:
-        raise ValueError(f"{path}: no config record; is this a metrics.jsonl of launch/pretrain.py?")
+        raise ValueError(f"{where}: no config record; is this a metrics.jsonl of launch/pretrain.py?")
     return config, steps, summary
 
 

@@ -14,7 +14,7 @@ from launch.corpus import find_text_files
 from launch.hub import HUB_SOURCES, LOCAL_PREFIX, is_hub_source
 from launch.models import PRESETS
 from launch.schedule import SCHEDULES
-from launch.settings import Config, resolve_config
+from launch.settings import Config, resolve_config, set_diagnostics
 from launch.tokens import MIN_VOCAB
 from launch.tracker import require_wandb
 
@@ -77,10 +77,18 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resume", default="auto", metavar="{auto,never,TAG}", help="auto: the latest, if there is one")
     group.add_argument("--output", type=Path, default=Path("runs/pretrain"), help="folder of metrics.jsonl")
     group.add_argument("--log-every", type=int, default=10, help="steps between records")
+    group.add_argument(
+        "--diagnose-every",
+        type=int,
+        default=100,
+        metavar="N",
+        help="SCAPE: count residual norm, mask overlap and visits every N steps (optimizer.params.diagnostics_every, "
+        "if the JSON does not set it); 0 never",
+    )
     group.add_argument("--wandb", action="store_true", help="log to Weights & Biases as well")
     group.add_argument("--wandb-project", default="deepspeed_scape")
     group.add_argument("--wandb-name", help="default: the last part of --output")
-    group.add_argument("--wandb-group")
+    group.add_argument("--wandb-group", help="the experiment (default: the folder that --output lies in)")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,7 +114,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     at_least = {"steps": 1, "log_every": 1, "eval_batches": 1, "eval_every": 0, "save_every": 0, "lr_warmup": 0}
-    at_least |= {"micro_batch": 1, "seq_len": 1, "max_documents": 1, "vocab_size": MIN_VOCAB, "seed": 0}
+    at_least |= {
+        "micro_batch": 1,
+        "seq_len": 1,
+        "max_documents": 1,
+        "vocab_size": MIN_VOCAB,
+        "seed": 0,
+        "diagnose_every": 0,
+    }
     for name, low in at_least.items():
         value = getattr(args, name)
         if value is not None and value < low:
@@ -155,6 +170,7 @@ def parse_options(argv: list[str] | None = None) -> tuple[argparse.Namespace, Co
             raise ValueError(f"--preset {args.preset}: there is no such preset; take one of {', '.join(PRESETS)}")
         _check_numbers(args)
         config = resolve_config(args.deepspeed_config, args.overrides, lr=args.lr, micro_batch=args.micro_batch)
+        set_diagnostics(config, args.diagnose_every)
         _check_schedule(args, config)
         if config["optimizer"].get("type") in OPTIMIZER_NAMES:
             config["optimizer"].setdefault("params", {}).setdefault("timeout", args.timeout)

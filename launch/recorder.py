@@ -25,7 +25,7 @@ class Recorder:
                 args.output,
                 project=args.wandb_project,
                 name=name,
-                group=args.wandb_group,
+                group=args.wandb_group or args.output.resolve().parent.name,
                 config=config,
                 resume=resumed,
             )

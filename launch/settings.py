@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from deepspeed_scape.config import OPTIMIZER_NAMES
+
 Config = dict[str, Any]
 
 SECTIONS = ("optimizer", "scheduler", "fp16", "bf16", "zero_optimization", "data_types", "activation_checkpointing")
@@ -96,3 +98,10 @@ def resolve_config(path: str, overrides: list[str], *, lr: float | None, micro_b
     config.setdefault("steps_per_print", 1_000_000_000)  # the loop has its own log
     _refuse_auto(config, "")
     return config
+
+
+def set_diagnostics(config: Config, every: int) -> None:
+    """Let SCAPE count its diagnostics every so many steps, unless the configuration says how often itself."""
+    optimizer = config["optimizer"]
+    if isinstance(optimizer, dict) and optimizer.get("type") in OPTIMIZER_NAMES:
+        optimizer.setdefault("params", {}).setdefault("diagnostics_every", every)

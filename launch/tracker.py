@@ -21,8 +21,18 @@ def require_wandb() -> None:
         raise ValueError(f"--wandb: needs the package wandb; {WANDB_PIP}")
 
 
+# what a loss is drawn over: steps by itself, and these three under a prefix of their own, since W&B gives a metric
+# one x axis
+AXES = {"by_tokens": "tokens", "by_wall_s": "wall_s", "by_bytes": "bytes_cumulative"}
+LOSSES = ("loss", "val_loss")
+HISTOGRAM = "scape/visits_hist_"
+
+
 class WandbRun:
-    """One W&B run. A resumed job goes on with the run whose id is in OUTPUT/wandb-id. WANDB_MODE=offline works."""
+    """One W&B run of the experiment `group`. WANDB_MODE=offline works.
+
+    A resumed job goes on with the run whose id is in OUTPUT/wandb-id.
+    """
 
     def __init__(
         self, output: Path, *, project: str, name: str, group: str | None, config: Record, resume: bool
@@ -38,16 +48,37 @@ class WandbRun:
             config=config,
             dir=str(output),
             id=run_id,
+            job_type=config.get("deepspeed", {}).get("optimizer", {}).get("type"),
             resume="allow" if run_id else None,
         )
+        for prefix, axis in AXES.items():
+            self._run.define_metric(axis, hidden=True)
+            self._run.define_metric(f"{prefix}/*", step_metric=axis)
+        self._run.define_metric("val_loss", summary="min")
         id_file.write_text(self._run.id + "\n")
 
     def log(self, record: Record) -> None:
-        self._run.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+        self._run.log(with_axes(record), step=record["step"])
 
     def finish(self, summary: Record) -> None:
         self._run.summary.update(summary)
         self._run.finish(exit_code=1 if summary.get("diverged") else 0)
+
+
+def with_axes(record: Record) -> Record:
+    """What W&B gets of a record: each loss again for each further x axis, and the visits as one histogram."""
+    sent = {k: v for k, v in record.items() if k != "step" and v is not None}
+    for prefix, axis in AXES.items():
+        if axis in sent:
+            sent |= {f"{prefix}/{name}": sent[name] for name in LOSSES if name in sent}
+    visits = {int(k.removeprefix(HISTOGRAM)): sent.pop(k) for k in list(sent) if k.startswith(HISTOGRAM)}
+    if visits:
+        import wandb
+
+        lows = sorted(visits)
+        edges = [*lows, 2 * lows[-1]]
+        sent["scape/visits_histogram"] = wandb.Histogram(np_histogram=([visits[low] for low in lows], edges))
+    return sent
 
 
 def format_seconds(seconds: float) -> str:

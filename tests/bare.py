@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.diagnostics import Diagnostics
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.faults import Roster
 from deepspeed_scape.group import ScapeGroup
@@ -65,7 +66,8 @@ def build(sizes: list[list[int]], device: torch.device, dtype: torch.dtype = tor
         )
     bare.wire = WireBuffers(bare.scape_groups, 1, chosen.value_torch_dtype)
     bare.norms = GradientNorms(1)
-    bare.applied_steps, bare.step_stats, bare._gradients_wait = 0, {}, False
+    bare.diagnostics = Diagnostics(bare.scape_groups, chosen.diagnostics_every, 1)
+    bare.applied_steps, bare.visits, bare.step_stats, bare._gradients_wait = 0, 0.0, {}, False
     bare.stopwatch, bare.roster = Stopwatch(device), Roster(dist.group.WORLD)
     bare.zero_grad = lambda set_to_none=True: _drop_gradients(bare)
     bare.loss_scaler = SimpleNamespace(cur_scale=1.0)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from evals.downstream.__main__ import parse
+from evals.downstream.checkpoints import find, load_model, load_tokenizer
+from evals.report.wandb_file import read_wandb
 from launch.metrics import read_metrics
 from launch.ports import free_port
 from tests.launch import ROOT, extensions_dir
@@ -67,12 +72,12 @@ def runs(folder: Path) -> dict[str, Any]:
         "cosine",
     ]
     common += ["--set", "gradient_accumulation_steps=2", "--lr-warmup", 3, "--eval-every", 5]
-    done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, "--wandb")}
+    done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, "--wandb", "--diagnose-every", 4)}
     # the schedule runs to --steps, so the first half is a run of 10 that is stopped by its save at 5
     done["first"] = pretrain(folder / "halves", *common, "--steps", 10, "--save-every", 5)
     kept = folder / "halves" / "checkpoints"
     (kept / "latest").write_text("step5")  # as if it had been killed after the first save
-    done["second"] = pretrain(folder / "halves", *common, "--steps", 10, module=True)
+    done["second"] = pretrain(folder / "halves", *common, "--steps", 10, "--save-every", 10, module=True)
     return done
 
 
@@ -100,8 +105,49 @@ def test_resume_is_exact_even_in_a_new_launch_through_run(folder: Path, runs: di
 
 
 def test_wandb_keeps_an_offline_run(folder: Path, runs: dict[str, Any]) -> None:
-    assert list(folder.glob("whole/wandb/offline-run-*/*.wandb")), runs["whole"].stdout[-2000:]
+    logs = list(folder.glob("whole/wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 1, runs["whole"].stdout[-2000:]
     assert not (folder / "halves" / "wandb").exists()  # only when asked for
+    log, (config, steps, summary) = read_wandb(logs[0]), read_metrics(folder / "whole" / "metrics.jsonl")
+    assert log.group == folder.name and log.job_type == "SCAPE" and log.finished
+    assert log.config["git_commit"] == config["git_commit"] and log.config["deepspeed"] == config["deepspeed"]
+    for row, step in zip(log.history, steps, strict=True):
+        assert row["_step"] == step["step"]
+        logged = {k: v for k, v in step.items() if k not in ("kind", "step") and "visits_hist" not in k}
+        assert {k: row.get(k) for k in logged} == pytest.approx(logged)
+    assert summary is not None and log.summary["final_val_loss"] == summary["final_val_loss"]
+
+
+def test_diagnostics_are_told_a_step_later(folder: Path, runs: dict[str, Any]) -> None:
+    _, steps, _ = read_metrics(folder / "whole" / "metrics.jsonl")
+    told = {s["step"]: s for s in steps if "scape/diagnosed_step" in s}
+    assert {at: s["scape/diagnosed_step"] for at, s in told.items()} == {5: 4, 9: 8}
+    for step in told.values():
+        assert step["scape/residual_norm"] > 0 and 0 < step["scape/mask_overlap"] <= 1
+        assert sum(v for k, v in step.items() if "visits_hist" in k) == pytest.approx(1)
+        assert step["scape/bytes_scalar"] > steps[5]["scape/bytes_scalar"]
+    assert steps[-1]["scape/visits"] == pytest.approx(1.0, rel=0.01)  # 10 steps at 90%
+    assert steps[-1]["scape/sparsity"] == pytest.approx(0.9, rel=0.01)
+    assert steps[-1]["bytes_cumulative"] == pytest.approx(sum(s["bytes_sent"] for s in steps))
+
+
+def test_every_key_of_a_record_is_documented(folder: Path, runs: dict[str, Any]) -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    config, steps, summary = read_metrics(folder / "whole" / "metrics.jsonl")
+    assert summary is not None
+    keys = {key for step in steps for key in step} | set(summary)
+    plain = {re.sub(r"visits_hist_\d+", "visits_hist_N", key) for key in keys} - {"kind"}
+    assert {key for key in plain if f"`{key}`" not in page} <= {"params", "world_size"} | set(config)
+
+
+def test_a_checkpoint_can_be_evaluated(folder: Path, runs: dict[str, Any]) -> None:
+    """The weights that evals.downstream reads are those that the run ended with."""
+    checkpoint = find(folder / "halves", parse([str(folder / "halves")]))
+    assert (checkpoint.name, checkpoint.preset, checkpoint.seq) == ("halves/step10", "tiny", 64)
+    assert len(load_tokenizer(checkpoint)) > 257
+    model = load_model(checkpoint)
+    saved = torch.load(checkpoint.path / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())  # an fp32 run
 
 
 def test_a_bad_argument_is_named_by_every_rank(folder: Path) -> None:

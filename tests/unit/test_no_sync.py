@@ -59,6 +59,7 @@ CASES = {
     "bf16": {"sparsity": 0.9, "residual_dtype": "bf16", "value_dtype": "bf16", "normalizer": "adams"},
     "no-overlap": {"sparsity": 0.9, "overlap_comm": False},
     "dense": {"sparsity": 0.0},
+    "diagnosed": {"sparsity": 0.9, "diagnostics_every": 1},
 }
 
 

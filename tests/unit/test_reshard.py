@@ -35,11 +35,12 @@ def states_of(layouts: list[GroupLayout], generator: torch.Generator) -> list[di
     parameters = [[[slot.name, slot.start, slot.numel] for slot in layout.slots] for layout in layouts]
     return [
         {
-            "version": 2, "step": 9, "world_size": world, "rank": rank, "options": {}, "parameters": parameters,
+            "version": 2, "step": 9, "world_size": world, "rank": rank, "options": {}, "parameters": parameters, "visits": 0.9,
             "norms": {"signal_share": 0.5, "noted": [1.0 + rank, 4.0 + rank]},
             "groups": [
                 {"residual": torch.randn(layout.numel, generator=generator),
                  "last": torch.randint(9, (layout.partition_size,), generator=generator, dtype=torch.int32),
+                 "visits": torch.randint(99, (layout.partition_size,), generator=generator, dtype=torch.int32),
                  "masks": None, "decay": torch.zeros(10, dtype=torch.float64)}
                 for layout in layouts
             ],
@@ -51,12 +52,13 @@ def states_of(layouts: list[GroupLayout], generator: torch.Generator) -> list[di
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(lambda s: sum(s) > 0)
 
 
+@pytest.mark.parametrize("key", ["last", "visits"])
 @given(sizes=sizes, old=st.integers(1, 5), new=st.integers(1, 5), seed=st.integers(0, 10))
-def test_every_element_arrives_once(sizes: list[int], old: int, new: int, seed: int) -> None:
+def test_every_element_arrives_once(key: str, sizes: list[int], old: int, new: int, seed: int) -> None:
     before, after = lay_out(sizes, old), lay_out(sizes, new)
     states = states_of([before], torch.Generator().manual_seed(seed))
     residual = torch.stack([state["groups"][0]["residual"] for state in states]).double()
-    last = torch.cat([state["groups"][0]["last"] for state in states])
+    owned = torch.cat([state["groups"][0][key] for state in states])
     found = dict(reshard.split(states))
     total = sum(sizes)
     arrived = torch.full((after.numel,), -1, dtype=torch.int32)
@@ -65,13 +67,19 @@ def test_every_element_arrives_once(sizes: list[int], old: int, new: int, seed: 
         torch.testing.assert_close(found[slot.name]["residual"].double(), mean, rtol=1e-6, atol=1e-9)
         for rank in range(new):
             here, there = reshard.overlap(slot, Group(after, rank))  # type: ignore[arg-type]
-            part = found[slot.name]["last"][there]
+            part = found[slot.name][key][there]
             assert part.numel() == here.stop - here.start
             target = arrived[rank * after.partition_size : (rank + 1) * after.partition_size][here]
             assert (target == -1).all()  # no element twice
             target.copy_(part)
-    assert torch.equal(arrived[:total], last[:total])  # and none left out
+    assert torch.equal(arrived[:total], owned[:total])  # and none left out
     assert (arrived[total:] == -1).all()
+
+
+def test_visits_that_one_rank_did_not_count_are_left_out() -> None:
+    states = states_of([lay_out([5, 3], 2)], torch.Generator().manual_seed(1))
+    del states[1]["groups"][0]["visits"]
+    assert all(set(state) == {"residual", "last"} for _, state in reshard.split(states))
 
 
 def test_groups_keep_their_own_places() -> None:

@@ -1,0 +1,1 @@
+"""A report on training runs: `python -m evals.report RUNS... -o report/`."""
