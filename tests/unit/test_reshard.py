@@ -35,7 +35,8 @@ def states_of(layouts: list[GroupLayout], generator: torch.Generator) -> list[di
     parameters = [[[slot.name, slot.start, slot.numel] for slot in layout.slots] for layout in layouts]
     return [
         {
-            "version": 2, "step": 9, "world_size": world, "rank": rank, "options": {}, "parameters": parameters, "visits": 0.9,
+            "version": 2, "step": 9, "world_size": world, "rank": rank, "options": {}, "parameters": parameters,
+            "visits": 0.9,
             "norms": {"signal_share": 0.5, "noted": [1.0 + rank, 4.0 + rank]},
             "groups": [
                 {"residual": torch.randn(layout.numel, generator=generator),
