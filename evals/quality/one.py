@@ -1,0 +1,68 @@
+"""One run in a process of its own, started by the sweep; told to end (SIGTERM), it saves itself first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from evals.provenance import provenance
+from evals.quality.job import Job
+from evals.quality.spec import RunSpec
+from evals.quality.sweep import STOPPED
+from launch.corpus import from_files
+from launch.lifeline import die_with_parent
+from launch.tokens import open_tokens, prepare_tokens
+
+HELD_OUT = ["pride-and-prejudice", "the-adventures-of-sherlock-holmes"]  # never used to choose anything
+VOCAB = 512
+PIECES = 8  # validations and checkpoints of a run
+
+
+def prepare(corpus: list[str], held_out: list[str], cache: Path) -> str:
+    """The key of the token files, built if they are not there."""
+    return prepare_tokens(from_files(corpus, held_out), VOCAB, cache)
+
+
+def run(spec: RunSpec, cache: Path, key: str, checkpoint: Path) -> bool:
+    """Train, or go on from the checkpoint, and write the result under its final name. False: told to stop, saved."""
+    torch.set_num_threads(1)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    job = Job(spec, open_tokens(cache, key))
+    if checkpoint.exists():
+        job.load(checkpoint)
+        print(f"goes on at step {job.step}", flush=True)
+    every = max(1, spec.steps // PIECES)
+    job.train(eval_every=every, save_every=every, checkpoint=checkpoint, stop=lambda: bool(told))
+    if not job.ended:
+        job.save(checkpoint)
+        return False
+    result = job.result() | {"provenance": provenance()}
+    spec.path.parent.mkdir(parents=True, exist_ok=True)
+    draft = spec.path.with_suffix(f".{os.getpid()}.draft")
+    draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    draft.replace(spec.path)
+    checkpoint.unlink(missing_ok=True)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("spec", help="the run as JSON")
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    args = parser.parse_args()
+    die_with_parent()
+    finished = run(RunSpec.model_validate_json(args.spec), args.cache, args.key, args.checkpoint)
+    return 0 if finished else STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
