@@ -16,6 +16,9 @@ from pydantic.fields import FieldInfo
 
 from deepspeed_scape.config import ScapeOptions
 from evals.network.report import Table, host_table, note, read_csv
+from evals.quality.groups import GROUPS
+from evals.quality.results import Results
+from evals.quality.table import group_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
@@ -68,6 +71,24 @@ def first_result() -> str:
     return f"{(RESULTS / 'first_result.md').read_text().strip()}\n\n{note}"
 
 
+def quality() -> str:
+    """The main group of evals.quality, three seeds; empty before any of its entries has finished one."""
+    results = Results()
+    runs = [run for entry in GROUPS["main"] for run in results.finals(entry)]
+    if not runs:
+        return ""
+    commits = sorted({run["provenance"]["commit"] for run in runs})
+    where = runs[0]["provenance"]
+    note = (
+        f"{runs[0]['params']:,} parameters, {runs[0]['spec']['steps']:,} steps, {runs[0]['tokens']:,} tokens "
+        "seen once, 3 fresh seeds at rates tuned with another; differences are to the better dense method, paired by "
+        "seed ([protocol](evals/README.md#the-quality-proof)). `python -m evals.quality --corpus FOLDER --only main`, "
+        f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
+        "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
+    )
+    return "\n".join(group_table("main", results)) + f"\n\n{note}"
+
+
 def network() -> str:
     """Step times on a slow network, from evals.network: two hosts, the methods that a user would choose between."""
     path = RESULTS / "network.csv"
@@ -106,7 +127,13 @@ def overhead() -> str:
 
 def filled(text: str) -> str:
     """``text`` with every marked section replaced."""
-    sections = {"network": network, "first_result": first_result, "options": options_table, "overhead": overhead}
+    sections = {
+        "network": network,
+        "first_result": first_result,
+        "quality": quality,
+        "options": options_table,
+        "overhead": overhead,
+    }
     for name, content in ((name, make()) for name, make in sections.items()):
         pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
         text = pattern.sub(lambda _, n=name, c=content: f"<!-- {n} -->\n{c}\n<!-- /{n} -->", text)

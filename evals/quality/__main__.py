@@ -1,4 +1,4 @@
-"""The quality proof: tuned dense training against SCAPE, ablations, ballots, a larger model (evals/README.md tells how).
+"""The quality proof: tuned dense training against SCAPE, ablations, ballots, a larger model (see evals/README.md).
 
     python -m evals.quality --corpus ../shared/data/corpus                    # all of it; goes on where it was
     python -m evals.quality --only main ballots --budget-minutes 60           # what fits into an hour, then saves
@@ -34,7 +34,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--held-out", nargs="+", default=HELD_OUT, metavar="NAME", help="texts of the corpus that only the end reads"
     )
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS))
+    parser.add_argument(
+        "--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP", help=", ".join(GROUPS)
+    )
     parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="stop after so long; runs are saved")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--prefix", default="", help="command put before each run's, such as a lock to hold")
@@ -67,7 +69,13 @@ def _remaining(entry: Entry, results: Results, counted: set[str]) -> tuple[str, 
         return (f"{len(ready)} runs, {seconds / 60:.0f} min" if ready else "done"), seconds
     later = len(SEEDS) * results.seconds(entry.run(1.0, 1))
     seconds += later
-    what = f"rates {', '.join(f'{spec.lr:g}' for spec in ready)}" if ready else f"waits for {entry.rate_of.name}" if entry.rate_of else "tuning"
+    what = (
+        f"rates {', '.join(f'{spec.lr:g}' for spec in ready)}"
+        if ready
+        else f"waits for {entry.rate_of.name}"
+        if entry.rate_of
+        else "tuning"
+    )
     return f"{what} (of at most {MOST_RATES}), then the seeds: {seconds / 60:.0f} min", seconds
 
 

@@ -36,6 +36,10 @@ class InProcessExchange:
             return [received[0, 0].float()]
         return [received[:, owner].sum(0, dtype=torch.float32).div_(self.world_size) for owner in range(len(packed))]
 
+    def all_to_all(self, own: Sequence[Tensor], purpose: str) -> list[Tensor]:  # W x (W, B) uint8 -> W x (W, B)
+        self._count(purpose, own[0].nbytes / self.world_size)
+        return list(torch.stack(list(own)).transpose(0, 1))
+
     def all_gather(self, own: Sequence[Tensor], purpose: str) -> Tensor:  # W x (B,) uint8 -> (W, B)
         self._count(purpose, own[0].nbytes)
         return torch.stack(list(own))

@@ -82,7 +82,10 @@ def _main() -> list[Entry]:
 
 def _warm_up() -> list[Entry]:
     dense_start = [_like(base, "400 dense steps first", warmup_steps=400) for base in (SCAPE90, SCAPE99)]
-    return [*dense_start, _like(SCAPE99, "400 dense steps first, first real visit", "first real visit", warmup_steps=400)]
+    return [
+        *dense_start,
+        _like(SCAPE99, "400 dense steps first, first real visit", "first real visit", warmup_steps=400),
+    ]
 
 
 def _ablations() -> list[Entry]:

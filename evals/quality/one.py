@@ -13,11 +13,11 @@ import torch
 
 from evals.provenance import provenance
 from evals.quality.job import Job
-from evals.quality.spec import RunSpec
+from evals.quality.spec import RESULTS, RunSpec
 from evals.quality.sweep import STOPPED
 from launch.corpus import from_files
 from launch.lifeline import die_with_parent
-from launch.tokens import open_tokens, prepare_tokens
+from launch.tokens import TokenData, open_tokens, prepare_tokens
 
 HELD_OUT = ["pride-and-prejudice", "the-adventures-of-sherlock-holmes"]  # never used to choose anything
 VOCAB = 512
@@ -29,12 +29,12 @@ def prepare(corpus: list[str], held_out: list[str], cache: Path) -> str:
     return prepare_tokens(from_files(corpus, held_out), VOCAB, cache)
 
 
-def run(spec: RunSpec, cache: Path, key: str, checkpoint: Path) -> bool:
+def run(spec: RunSpec, tokens: TokenData, checkpoint: Path, results: Path) -> bool:
     """Train, or go on from the checkpoint, and write the result under its final name. False: told to stop, saved."""
     torch.set_num_threads(1)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    job = Job(spec, open_tokens(cache, key))
+    job = Job(spec, tokens)
     if checkpoint.exists():
         job.load(checkpoint)
         print(f"goes on at step {job.step}", flush=True)
@@ -44,10 +44,11 @@ def run(spec: RunSpec, cache: Path, key: str, checkpoint: Path) -> bool:
         job.save(checkpoint)
         return False
     result = job.result() | {"provenance": provenance()}
-    spec.path.parent.mkdir(parents=True, exist_ok=True)
-    draft = spec.path.with_suffix(f".{os.getpid()}.draft")
+    results.mkdir(parents=True, exist_ok=True)
+    final = results / f"{spec.name}.json"
+    draft = final.with_suffix(f".{os.getpid()}.draft")
     draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    draft.replace(spec.path)
+    draft.replace(final)
     checkpoint.unlink(missing_ok=True)
     return True
 
@@ -58,9 +59,11 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--key", required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     die_with_parent()
-    finished = run(RunSpec.model_validate_json(args.spec), args.cache, args.key, args.checkpoint)
+    tokens = open_tokens(args.cache, args.key)
+    finished = run(RunSpec.model_validate_json(args.spec), tokens, args.checkpoint, args.results)
     return 0 if finished else STOPPED
 
 

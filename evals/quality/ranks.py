@@ -116,7 +116,7 @@ class ScapeRanks:
             rank.group.accumulate(list(own), norms.coefficient)
         if not dense and (self.ranks[0].group.position is None or not self.rules.late_mask):
             self._exchange_masks(step)
-        means = self._pack_and_reduce(dense)
+        means = self._pack_and_reduce(step, dense)
         self._update_and_gather(means, step, dense)
         self.step_count = step
         if not self._is_dense(step + 1) and self.rules.late_mask:
@@ -138,12 +138,16 @@ class ScapeRanks:
             rank.norms.learn(totals)
             rank.norms.judge(self.clip, 1.0)
 
-    def _pack_and_reduce(self, dense: bool) -> list[Tensor]:  # W x (K,) fp32
+    def _pack_and_reduce(self, step: int, dense: bool) -> list[Tensor]:  # W x (K,) fp32
         messages = []
         for rank in self.ranks:
             packed, (part,) = rank.wire.send_buffer(dense)
             rank.group.pack(part, dense)
             messages.append(packed)
+        if self.ranks[0].wire.votes and not dense:
+            ballots = self.exchange.all_to_all([rank.wire.cast_ballots(step) for rank in self.ranks], "ballots")
+            for rank, received in zip(self.ranks, ballots, strict=True):
+                rank.wire.count_ballots(received)
         means = self.exchange.reduce_mean(messages)
         for rank, packed, mean in zip(self.ranks, messages, means, strict=True):
             rank.norms.note_synchronised(packed, mean)

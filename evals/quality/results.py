@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from evals.quality.groups import MOST_RATES, SEEDS, TUNING_SEED, Entry, rate
@@ -18,8 +19,8 @@ Result = dict[str, Any]
 class Results:
     """All finished runs."""
 
-    def __init__(self) -> None:
-        self._runs: dict[str, Result] = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    def __init__(self, folder: Path = RESULTS) -> None:
+        self._runs: dict[str, Result] = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
     def get(self, spec: RunSpec) -> Result | None:
         """What a run gave, or None if it has not finished."""

@@ -71,7 +71,7 @@ class NoResidual(ScapeGroup):
 
 
 class FirstRealVisit(ScapeGroup):
-    """"First visit" is v == 0, not last == 0: a visit with a zero gradient leaves nothing to average with."""
+    """ "First visit" is v == 0, not last == 0: a visit with a zero gradient leaves nothing to average with."""
 
     def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
         own = _own_mask(self, dense)

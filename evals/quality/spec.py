@@ -81,8 +81,3 @@ class RunSpec(BaseModel):
         words += [self.preset, f"{self.world}x{self.micro_batch}x{self.seq}", f"{self.steps}", f"lr{self.lr:g}"]
         text = "-".join(word for word in words if word)
         return f"{re.sub(r'[^A-Za-z0-9=.]+', '-', text)}-seed{self.seed}-{digest}"
-
-    @property
-    def path(self) -> Path:
-        """Where the result of a finished run lies."""
-        return RESULTS / f"{self.name}.json"
