@@ -40,6 +40,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="stop after so long; runs are saved")
     parser.add_argument("--parallel", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--prefix", default="", help="command put before each run's, such as a lock to hold")
+    parser.add_argument(
+        "--slice-minutes", type=float, default=float("inf"), help="let go of the prefix's lock after so long"
+    )
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "quality", help="checkpoints and logs")
     parser.add_argument("--cache", type=Path, default=ROOT / "runs" / "cache", help="token files")
     parser.add_argument("--plan", action="store_true", help="list what remains and estimate the time; run nothing")
@@ -105,8 +108,19 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.exit(f"evals.quality: error: {error}")
     entries = [entry for group in args.only for entry in GROUPS[group]]
+    if foreign := Results().other_texts(key):
+        sys.exit(
+            f"evals.quality: error: --corpus {' '.join(args.corpus)}: {len(foreign)} finished runs, such as "
+            f"{foreign[0]}, are of another text. Remedy: move evals/results/quality away, or give the corpus they were made with"
+        )
     sweep = Sweep(
-        entries=entries, cache=args.cache, key=key, runs=args.runs, parallel=args.parallel, prefix=args.prefix
+        entries=entries,
+        cache=args.cache,
+        key=key,
+        runs=args.runs,
+        parallel=args.parallel,
+        prefix=args.prefix,
+        slice_minutes=args.slice_minutes,
     )
     well = sweep.work(args.budget_minutes, lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True))
     write_tables(list(GROUPS))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,8 +31,9 @@ def prepare(corpus: list[str], held_out: list[str], cache: Path) -> str:
     return prepare_tokens(from_files(corpus, held_out), VOCAB, cache)
 
 
-def run(spec: RunSpec, tokens: TokenData, checkpoint: Path, results: Path) -> bool:
-    """Train, or go on from the checkpoint, and write the result under its final name. False: told to stop, saved."""
+def run(spec: RunSpec, tokens: TokenData, checkpoint: Path, results: Path, minutes: float = math.inf) -> bool:
+    """Train, or go on from the checkpoint, and write the result. False: told to stop, or the time is over; saved."""
+    deadline = time.monotonic() + minutes * 60
     torch.set_num_threads(1)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
@@ -39,7 +42,12 @@ def run(spec: RunSpec, tokens: TokenData, checkpoint: Path, results: Path) -> bo
         job.load(checkpoint)
         print(f"goes on at step {job.step}", flush=True)
     every = max(1, spec.steps // PIECES)
-    job.train(eval_every=every, save_every=every, checkpoint=checkpoint, stop=lambda: bool(told))
+    job.train(
+        eval_every=every,
+        save_every=every,
+        checkpoint=checkpoint,
+        stop=lambda: bool(told) or time.monotonic() > deadline,
+    )
     if not job.ended:
         job.save(checkpoint)
         return False
@@ -60,10 +68,11 @@ def main() -> int:
     parser.add_argument("--key", required=True)
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="save and end after so long")
     args = parser.parse_args()
     die_with_parent()
     tokens = open_tokens(args.cache, args.key)
-    finished = run(RunSpec.model_validate_json(args.spec), tokens, args.checkpoint, args.results)
+    finished = run(RunSpec.model_validate_json(args.spec), tokens, args.checkpoint, args.results, args.minutes)
     return 0 if finished else STOPPED
 
 

@@ -26,6 +26,10 @@ class Results:
         """What a run gave, or None if it has not finished."""
         return self._runs.get(spec.name)
 
+    def other_texts(self, key: str) -> list[str]:
+        """Names of the runs that were made on another text than that of ``key``."""
+        return [name for name, run in self._runs.items() if run["data_key"] != key]
+
     def tuning(self, entry: Entry) -> dict[float, float | None]:
         """Tuning loss of every rate of the entry that the rule of the grid asks for; None for one not run yet."""
         assert entry.middle is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from launch.children import end_tree
 from launch.lifeline import die_with_parent
 
 STOPPED = 3  # status of a run that was told to stop and has saved itself
+KILLED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # told to stop before it could listen
 POLL_S = 2.0
 PATIENCE_S = 120.0  # for a run to finish its step and save, when the budget is over
 
@@ -32,7 +35,10 @@ class Sweep:
     Attributes:
         entries: what is wanted, the most important first.
         key: of the token files in ``cache``.
+        runs: where checkpoints and logs go.
+        parallel: runs at a time.
         prefix: put before each run's command, such as a lock to hold.
+        slice_minutes: a run saves itself and ends after so long, and is started again: it lets go of the lock.
     """
 
     entries: list[Entry]
@@ -41,6 +47,7 @@ class Sweep:
     runs: Path
     parallel: int
     prefix: str = ""
+    slice_minutes: float = math.inf
 
     def next_run(self, busy: set[str]) -> RunSpec | None:
         """The first run that remains, has not failed and is not under way."""
@@ -57,6 +64,7 @@ class Sweep:
             *shlex.split(self.prefix),
             *(sys.executable, "-m", "evals.quality.one", spec.model_dump_json(), "--key", self.key),
             *("--cache", str(self.cache), "--checkpoint", str(self.runs / f"{spec.name}.pt")),
+            *("--minutes", str(self.slice_minutes)),
         ]
         self.runs.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
@@ -95,7 +103,7 @@ class Sweep:
         done = [name for name, process in running.items() if process.poll() is not None]
         for name in done:
             process = running.pop(name)
-            if process.returncode == STOPPED:
+            if process.returncode in (STOPPED, *KILLED):
                 say(f"stopped {name}; it goes on from its checkpoint")
             elif process.returncode:
                 failed.add(name)

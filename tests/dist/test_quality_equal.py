@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import torch
 
 from evals.quality.job import Job
 from evals.quality.one import VOCAB, prepare
-from evals.quality.spec import RunSpec
+from evals.quality.spec import ROOT, RunSpec
+from evals.quality.sweep import STOPPED
 from launch.metrics import read_metrics
 from launch.tokens import open_tokens
 from tests.dist.test_pretrain import pretrain
@@ -119,3 +123,23 @@ def test_a_run_resumed_from_its_file_goes_on_bit_by_bit(pair: Any, tmp_path: Pat
     second.train(eval_every=STEPS)
     assert second.history.losses == job.history.losses
     assert second.history.curve == job.history.curve
+
+
+def test_a_run_in_slices_gives_the_same_result(pair: Any, text: Path, tmp_path: Path) -> None:
+    name, _, job = pair
+    if name not in ("scape99", "adams"):
+        pytest.skip("one sparse and one dense method will do")
+    key = prepare([str(text)], ["held-out"], text / "cache")
+    command = [sys.executable, "-m", "evals.quality.one", job.spec.model_dump_json(), "--key", key]
+    command += ["--cache", text / "cache", "--checkpoint", tmp_path / "run.pt", "--results", tmp_path / "results"]
+    statuses = []
+    for minutes in (0.02, 10):
+        done = subprocess.run([*command, "--minutes", str(minutes)], cwd=ROOT, capture_output=True, text=True)
+        statuses.append(done.returncode)
+    assert statuses == [STOPPED, 0], done.stderr
+    assert "goes on at step" in done.stdout
+    result = json.loads((tmp_path / "results" / f"{job.spec.name}.json").read_text())
+    assert not (tmp_path / "run.pt").exists()
+    here = job.result()
+    assert result["val_loss"] == here["val_loss"] and result["tuning_loss"] == here["tuning_loss"]
+    assert result["visits"] == here["visits"] and result["bytes_per_step"] == here["bytes_per_step"]

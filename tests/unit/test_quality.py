@@ -19,7 +19,14 @@ from launch.settings import resolve_config
 
 
 def finish(folder: Path, spec: RunSpec, loss: float, diverged: bool = False) -> None:
-    result = {"spec": spec.model_dump(), "diverged": diverged, "tuning_loss": loss, "val_loss": loss, "step_ms": 50.0}
+    result = {
+        "spec": spec.model_dump(),
+        "diverged": diverged,
+        "tuning_loss": loss,
+        "val_loss": loss,
+        "step_ms": 50.0,
+        "data_key": "a text",
+    }
     result |= {"visits_expected": 80.0, "visits": {"never": 0.25}, "bytes_per_step": 1000.0}
     (folder / f"{spec.name}.json").write_text(json.dumps(result))
 
@@ -145,6 +152,12 @@ def test_plan_counts_a_run_that_two_groups_share_once(monkeypatch: pytest.Monkey
     for seed in SEEDS:
         finish(tmp_path, SCAPE99.run(5e-4, seed), 3.0)
     assert any("SCAPE 99% " in line and "3/3 seeds" in line and "done" in line for line in command.plan(["main"], 2))
+
+
+def test_results_of_another_text_are_found(tmp_path: Path) -> None:
+    finish(tmp_path, SCAPE99.run(5e-4, 1), 3.0)
+    assert Results(tmp_path).other_texts("a text") == []
+    assert Results(tmp_path).other_texts("another") == [SCAPE99.run(5e-4, 1).name]
 
 
 def test_settings_are_those_of_the_shipped_configuration() -> None:
