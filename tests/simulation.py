@@ -196,7 +196,7 @@ class Simulation:
 
     def vote(self, g: int) -> None:
         """Every rank names its largest unsent gradients to every owner, who estimates the mean residual from them."""
-        kept = keep_count(self.partition_size(g), self.density)
+        kept = self.select(torch.zeros(self.partition_size(g))).numel()  # K
         for owner in range(self.W):
             total = self.partition(self.residual[owner][g], owner).float().clone()
             for rank in range(self.W):

@@ -111,7 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     if foreign := Results().other_texts(key):
         sys.exit(
             f"evals.quality: error: --corpus {' '.join(args.corpus)}: {len(foreign)} finished runs, such as "
-            f"{foreign[0]}, are of another text. Remedy: move evals/results/quality away, or give the corpus they were made with"
+            f"{foreign[0]}, are of another text. Remedy: move evals/results/quality away, or give the corpus they "
+            "were made with"
         )
     sweep = Sweep(
         entries=entries,
