@@ -211,12 +211,19 @@ class DenseRanks:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None])
         if not torch.isfinite(norm):
             self.skipped += 1
+            self._drop_gradients()
             return
         if self.clip > 0:
             torch.nn.utils.clip_grads_with_norm_(self.params, self.clip, norm)
         self.optimizer.param_groups[0]["lr"] = lr
         self.optimizer.step()
+        self._drop_gradients()
         self.stats = {"grad_norm": float(norm)}
+
+    def _drop_gradients(self) -> None:
+        """The next backward would add to what is left in ``param.grad``."""
+        for param in self.params:
+            param.grad = None
 
 
 def dense_optimizer(kind: str, params: Sequence[nn.Parameter], options: dict[str, object]) -> torch.optim.Optimizer:
