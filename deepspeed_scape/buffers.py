@@ -1,8 +1,9 @@
-"""Where each parameter group lies inside the three messages of a step.
+"""Where each parameter group lies inside the messages of a step.
 
 One message carries all groups. Rows belong to owners; within a row the groups follow each other:
 
     reduce   (W, sum K) value dtype        params   (W, B) uint8, wider dtypes first        mask   (W, B) uint8
+    ballots  (W, B) uint8, where they are on
 """
 
 from __future__ import annotations
@@ -77,6 +78,27 @@ class WireBuffers:
         parts = gathered.split(self._mask_sizes(), dim=1)
         pairs = zip(self.groups, parts, strict=True)
         return [decode_masks(part, group.code, self.mask_faults) for group, part in pairs]
+
+    @property
+    def votes(self) -> bool:
+        """Whether ballots are sent: they are on, and there is another rank."""
+        return any(group.ballot is not None for group in self.groups)
+
+    def cast_ballots(self, step: int) -> Tensor:
+        """(W, B) uint8: this rank's ballots for every owner; its own row is zero."""
+        sizes = self._ballot_sizes()
+        own = torch.zeros(self.world_size, sum(sizes), dtype=torch.uint8, device=self.device)
+        for group, part in zip(self.groups, own.split(sizes, dim=1), strict=True):
+            group.cast_ballots(step, part)
+        return own
+
+    def count_ballots(self, received: Tensor) -> None:
+        """Hand every group the ballots (W, B) uint8 that all ranks cast for this owner."""
+        for group, part in zip(self.groups, received.split(self._ballot_sizes(), dim=1), strict=True):
+            group.count_ballots(part, self.mask_faults)
+
+    def _ballot_sizes(self) -> list[int]:
+        return [0 if group.ballot is None else group.ballot.nbytes for group in self.groups]
 
     def _mask_sizes(self) -> list[int]:
         return [group.code.nbytes for group in self.groups]

@@ -72,6 +72,9 @@ class ScapeOptions(AdamSOptions):
     block_size: int = Field(default=200, ge=2, le=65536, description="elements of a block when selection is 'block'")
     residual_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the unsent gradients (P,)")
     value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the reduced values on the wire")
+    ballots: bool = Field(
+        default=False, description="every rank tells the owners its largest unsent gradients, for better masks at W > 2"
+    )
     overlap_comm: bool = Field(default=True, description="run the mask all-gather under the next forward and backward")
     check_replicas: int = Field(
         default=0, ge=0, description="compare all replicas and masters by checksum every N steps; 0 never"
@@ -100,6 +103,14 @@ class ScapeOptions(AdamSOptions):
                     f"block_size = {self.block_size} keeps {wanted:g} elements a block, which is not a whole number; "
                     f"with sparsity = {self.sparsity:g} use a multiple of {max(fits, 2)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _ballots_have_a_mask(self) -> ScapeOptions:
+        if self.ballots and self.sparsity == 0:
+            raise ValueError(
+                "ballots = true needs a mask to vote on, and sparsity = 0 makes none; set ballots to false"
+            )
         return self
 
     @property

@@ -55,6 +55,11 @@ def choose_code(layout: GroupLayout, options: ScapeOptions) -> MaskCode:
             block_size=options.block_size,
             block_kept=block_kept,
         )
+    return partition_code(size, kept)
+
+
+def partition_code(size: int, kept: int) -> MaskCode:
+    """The smaller of ``delta`` and ``bitmap`` for K of S elements anywhere."""
     bitmap = -(-size // 8)
     delta = delta_nbytes(size, kept)
     kind: Literal["delta", "bitmap"] = "bitmap" if bitmap < delta else "delta"

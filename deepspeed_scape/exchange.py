@@ -1,8 +1,8 @@
 """The collectives of one step, their overlap, and the count of what they carry.
 
 Three data collectives (reduce, parameter gather, mask gather) and one fp64 scalar all-reduce a step, whatever the
-number of parameters and groups. The mask gather has a process group of its own, so that it may be in flight under the
-next forward and backward while user code talks on the other groups.
+number of parameters and groups; with ballots an all-to-all beside the reduce. The mask gather has a process group of
+its own, so that it may be in flight under the next forward and backward while user code talks on the other groups.
 
 On gloo the three are batches of point-to-point messages with every receive posted before any send. Its own all-to-all
 and all-gather send first and then receive at 2 ranks, so half of a full-duplex link stays idle (4 MiB at 100 Mbit/s:
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.distributed import irecv, isend
 
 from deepspeed_scape.streams import SideStream
+
+PURPOSES = ("scalar", "reduce", "ballots", "params", "mask")
 
 
 class Exchange:
@@ -48,8 +50,8 @@ class Exchange:
         self._in_flight: tuple[list[dist.Work], Callable[[], list[Tensor]]] | None = None
 
     def take_sent(self) -> dict[str, int]:
-        """Bytes sent since the last call: {"scalar", "reduce", "params", "mask"}; the counter starts again at 0."""
-        sent = {name: self.sent[name] for name in ("scalar", "reduce", "params", "mask")}
+        """Bytes sent since the last call, for each of PURPOSES; the counter starts again at 0."""
+        sent = {name: self.sent[name] for name in PURPOSES}
         self.sent.clear()
         return sent
 
@@ -67,17 +69,41 @@ class Exchange:
         """The ONE reduce-scatter. On gloo each row goes to its owner, who sums in rank order: the same bytes."""
         if self.world_size == 1:
             return packed[0].float()
+        self._count("reduce", packed.nbytes / self.world_size)
         if self.point_to_point:
             received = torch.empty_like(packed)
-            wait_all(self._swap(list(packed), received, self.group))
-            mean = received.sum(0, dtype=torch.float32).div_(self.world_size)
-        else:
-            total = torch.empty_like(packed[0])
-            reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-            reduce_scatter(total, packed.view(-1), group=self.group)
-            mean = total.float().div_(self.world_size)
-        self._count("reduce", packed.nbytes / self.world_size)
-        return mean
+            wait_all(self._swap([(list(packed), received)], self.group))
+            return self._mean_of(received)
+        return self._reduce_scatter(packed)
+
+    def reduce_with_ballots(
+        self,
+        packed: Tensor,  # (W, K) value dtype: what this rank sends to each owner
+        ballots: Tensor,  # (W, B) uint8: its ballots for each owner
+    ) -> tuple[Tensor, Tensor]:  # (K,) fp32 as from reduce_mean, and (W, B) uint8: every rank's ballots for this owner
+        """The reduce, and beside it the ballots: in the same batch on gloo, else an all-to-all on the mask's group."""
+        if self.world_size == 1:
+            return self.reduce_mean(packed), ballots
+        self._count("ballots", ballots.nbytes / self.world_size)
+        received = torch.empty_like(ballots)
+        if self.point_to_point:
+            self._count("reduce", packed.nbytes / self.world_size)
+            values = torch.empty_like(packed)
+            wait_all(self._swap([(list(packed), values), (list(ballots), received)], self.group))
+            return self._mean_of(values), received
+        work = dist.all_to_all_single(received, ballots, group=self.mask_group, async_op=True)
+        mean = self.reduce_mean(packed)
+        wait_all([work])  # by the stream, not by the host
+        return mean, received
+
+    def _mean_of(self, received: Tensor) -> Tensor:  # (W, K) -> (K,) fp32, summed in rank order
+        return received.sum(0, dtype=torch.float32).div_(self.world_size)
+
+    def _reduce_scatter(self, packed: Tensor) -> Tensor:
+        total = torch.empty_like(packed[0])
+        reduce_scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+        reduce_scatter(total, packed.view(-1), group=self.group)
+        return total.float().div_(self.world_size)
 
     def gather_params(
         self,
@@ -154,24 +180,27 @@ class Exchange:
         gathered = own.new_empty(self.world_size, own.numel())
         self._count(purpose, own.nbytes)
         if self.point_to_point:
-            return gathered, self._swap([own] * self.world_size, gathered, group)
+            return gathered, self._swap([([own] * self.world_size, gathered)], group)
         all_gather = _newest("all_gather_single", "all_gather_into_tensor")
         work = all_gather(gathered.view(-1), own, group=group, async_op=async_op)
         return gathered, [work] if async_op else []
 
     def _swap(
         self,
-        rows: Sequence[Tensor],  # W tensors (n,): what goes to each rank
-        received: Tensor,  # (W, n), written: what came from each rank, this one's own row included
+        messages: Sequence[tuple[Sequence[Tensor], Tensor]],  # each: W tensors (n,) that go to each rank, and (W, n),
+        # written: what came from each rank, this one's own row included
         group: dist.ProcessGroup,
     ) -> list[dist.Work]:
-        """Start sending one row to every peer and receiving one from each; the first peer is the next rank."""
-        received[self.rank].copy_(rows[self.rank])
+        """Start sending one row of each message to every peer and receiving one; the first peer is the next rank."""
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        receives = [(irecv, received[peer], peer) for peer in reversed(peers)]
-        sends = [(isend, rows[peer], peer) for peer in peers]
+        receives, sends = [], []
+        for tag, (rows, received) in enumerate(messages):
+            received[self.rank].copy_(rows[self.rank])
+            receives += [(irecv, received[peer], peer, tag) for peer in reversed(peers)]
+            sends += [(isend, rows[peer], peer, tag) for peer in peers]
         batch = [
-            dist.P2POp(op, tensor, dist.get_global_rank(group, peer), group) for op, tensor, peer in receives + sends
+            dist.P2POp(op, tensor, dist.get_global_rank(group, peer), group, tag)
+            for op, tensor, peer, tag in receives + sends
         ]
         return list(dist.batch_isend_irecv(batch))
 

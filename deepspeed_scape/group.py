@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_scape.adams import Hyper
+from deepspeed_scape.ballots import BallotCode, ballot_code, cast_ballot, count_ballots
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import choose_code, encode_mask
@@ -49,6 +50,9 @@ class ScapeGroup:
         self.layout, self.options, self.rank = layout, options, rank
         self.optimizer, self.number, self.flat, self.master = optimizer, number, flat, master
         self.code = choose_code(layout, options)
+        votes = options.ballots and layout.world_size > 1
+        self.ballot: BallotCode | None = ballot_code(layout.partition_size, layout.kept) if votes else None
+        self.estimate: Tensor | None = None  # (S,) fp32: of the mean residual, from ballots, until the mask is made
         device = flat.device
         self.residual = torch.zeros(layout.numel, dtype=options.residual_torch_dtype, device=device)
         self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
@@ -130,11 +134,36 @@ class ScapeGroup:
             ops_for(out).block_top_k(self._known(), step, self._beta1, self.code, out)
         else:
             encode_mask(self.select(step), self.code, out)
+        self.estimate = None
+
+    def cast_ballots(
+        self,
+        step: int,
+        out: Tensor,  # (W, nbytes) uint8, written but for this rank's own row
+    ) -> None:
+        """Name the largest gradients that stay unsent after this step's pack, to every other owner."""
+        assert self.ballot is not None
+        for owner, row in enumerate(out):
+            if owner != self.rank:
+                gradient = self._residual_of(owner)
+                cast_ballot(gradient, self._known(), step, self.ballot, self.options.seed, row)
+
+    def count_ballots(
+        self,
+        received: Tensor,  # (W, nbytes) uint8: every rank's ballot for this partition
+        faults: Tensor | None = None,
+    ) -> None:
+        """Take the other ranks' ballots into the score of the next mask."""
+        assert self.ballot is not None
+        self.estimate = count_ballots(self._residual_of(self.rank), received, self.rank, self.ballot, faults)
 
     def _known(self) -> Moments:
-        start = self.rank * self.layout.partition_size
-        own = self.residual[start : start + self.layout.partition_size]
-        return Moments(gradient=own, exp_avg=self.moments["exp_avg"], last=self.last)
+        gradient = self._residual_of(self.rank) if self.estimate is None else self.estimate
+        return Moments(gradient=gradient, exp_avg=self.moments["exp_avg"], last=self.last)
+
+    def _residual_of(self, owner: int) -> Tensor:  # (S,)
+        start = owner * self.layout.partition_size
+        return self.residual[start : start + self.layout.partition_size]
 
     @property
     def _beta1(self) -> float:

@@ -71,10 +71,15 @@ def select(moments: Moments, step: int, beta1: float, kept: int, options: ScapeO
     """
     if options.selection == "block":
         return select_block(pending_moment(moments, step, beta1), options.block_size, options.density)
+    return select_partition(moments, step, beta1, kept, options.seed)
+
+
+def select_partition(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
+    """The K largest pending moments of a whole partition: (K,) int64 ascending."""
     size = moments.last.numel()
     if moments.last.device.type != "cpu" or kept * 4 >= size or size <= SAMPLE:
-        return ops_for(moments.last).top_k(moments, step, beta1, kept, options.seed)
-    return _select_sampled(moments, step, beta1, kept, options.seed)
+        return ops_for(moments.last).top_k(moments, step, beta1, kept, seed)
+    return _select_sampled(moments, step, beta1, kept, seed)
 
 
 def select_top(score: Tensor, kept: int) -> Tensor:
@@ -139,9 +144,12 @@ def _candidates(
     loops = loops_for(moments.gradient, moments.exp_avg, moments.last)
     if loops is None or moments.gradient.dtype != torch.float32:
         return _candidates_by_torch(moments, step, beta1, threshold)
+    index, score = _room(capacity)
+    if beta1 == 0:  # ballots
+        found = loops.large(moments.gradient.numpy(), np.float32(threshold), index, score)
+        return index[: max(found, 0)], score[: max(found, 0)]
     tables = delay_tables(beta1, 0.0, step, moments.exp_avg.device)
     arrays = (t.numpy() for t in (moments.gradient, moments.exp_avg, moments.last))
-    index, score = _room(capacity)
     collect = loops.many_candidates if capacity * MANY > moments.last.numel() else loops.candidates
     found = collect(*arrays, step, tables.share.numpy(), tables.moved.numpy(), np.float32(threshold), index, score)
     return index[: max(found, 0)], score[: max(found, 0)]

@@ -2,7 +2,7 @@
 
 Keys of ``engine.optimizer.step_stats``, and of the monitors with ``Train/Scape/`` before them:
 
-    bytes_scalar, bytes_reduce, bytes_params, bytes_mask, bytes_total   bytes this rank sent in this step
+    bytes_scalar, bytes_reduce, bytes_ballots, bytes_params, bytes_mask, bytes_total   bytes this rank sent in this step
     grad_norm         the norm that clipping used, an estimate of ||mean gradient||
     grad_norm_rms     sqrt(mean over ranks of ||g_i||^2), an upper bound of it
     clip_coefficient  what the gradients were multiplied with, in (0, 1]

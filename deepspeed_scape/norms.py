@@ -51,6 +51,18 @@ class GradientNorms:
         Raises:
             RuntimeError: a gathered mask was damaged, on any rank; all ranks raise together.
         """
+        terms = self.terms(local, device, mask_faults)
+        if passengers is not None:
+            terms = torch.cat([terms, passengers])
+        return self.learn(exchange.sum_scalars(terms))
+
+    def terms(
+        self,
+        local: list[Tensor],  # 0-dim fp64 on ``device``
+        device: torch.device,
+        mask_faults: Tensor | None = None,
+    ) -> Tensor:  # (4,) fp64: sum ||g_i||^2, the two noted sums, mask faults
+        """What this rank contributes to the all-reduce."""
         terms = torch.zeros(4, dtype=torch.float64, device=device)
         for part in local:
             terms[0] += part
@@ -58,9 +70,18 @@ class GradientNorms:
             terms[1], terms[2] = self._noted
         if mask_faults is not None:
             terms[3:] = mask_faults
-        if passengers is not None:
-            terms = torch.cat([terms, passengers])
-        total, mean_square, sum_square, faults, *brought = exchange.sum_scalars(terms).tolist()
+        return terms
+
+    def learn(
+        self,
+        totals: Tensor,  # (4 + n,) fp64: ``terms`` summed over the ranks, and what rode along
+    ) -> list[float]:  # the n others
+        """Set ``rms``, ``signal_share`` and ``estimate``; here the host waits for the device.
+
+        Raises:
+            RuntimeError: see :meth:`agree`.
+        """
+        total, mean_square, sum_square, faults, *brought = totals.tolist()
         if faults:
             raise RuntimeError("a gathered mask was damaged: it did not hold K elements inside the partition")
         self.rms = math.sqrt(total / self.world_size) if math.isfinite(total) else math.inf

@@ -192,7 +192,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch.lap("accumulate")
         if not dense:
             self._take_mask(step)
-        mean = self._pack_and_reduce(dense)
+        mean = self._pack_and_reduce(step, dense)
         self.diagnostics.before_update(step, dense)
         self._update_and_gather(mean, step, dense)
         self.diagnostics.after_step(step, dense)
@@ -219,12 +219,18 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.overflow = not self.norms.finite
         self.stopwatch.lap("norm")
 
-    def _pack_and_reduce(self, dense: bool) -> list[Tensor]:
+    def _pack_and_reduce(self, step: int, dense: bool) -> list[Tensor]:
         packed, parts = self.wire.send_buffer(dense)
         for group, part in zip(self.scape_groups, parts, strict=True):
             group.pack(part, dense)
         self.stopwatch.lap("pack")
-        mean = self.exchange.reduce_mean(packed)
+        if self.wire.votes and not dense:
+            ballots = self.wire.cast_ballots(step)
+            self.stopwatch.lap("ballots")
+            mean, received = self.exchange.reduce_with_ballots(packed, ballots)
+            self.wire.count_ballots(received)
+        else:
+            mean = self.exchange.reduce_mean(packed)
         self.norms.note_synchronised(packed, mean)
         self.stopwatch.lap("reduce")
         return self.wire.split_mean(mean, dense)

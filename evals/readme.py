@@ -17,6 +17,9 @@ from pydantic.fields import FieldInfo
 
 from deepspeed_scape.config import ScapeOptions
 from evals.network.report import Table, host_table, note, read_csv
+from evals.quality.groups import GROUPS
+from evals.quality.results import Results
+from evals.quality.table import group_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
@@ -67,6 +70,24 @@ def first_result() -> str:
         f"[evals/results/first_result.json](evals/results/first_result.json)."
     )
     return f"{(RESULTS / 'first_result.md').read_text().strip()}\n\n{note}"
+
+
+def quality() -> str:
+    """The main group of evals.quality, three seeds; empty before any of its entries has finished one."""
+    results = Results()
+    runs = [run for entry in GROUPS["main"] for run in results.finals(entry)]
+    if not runs:
+        return ""
+    commits = sorted({run["provenance"]["commit"] for run in runs})
+    where = runs[0]["provenance"]
+    note = (
+        f"{runs[0]['params']:,} parameters, {runs[0]['spec']['steps']:,} steps, {runs[0]['tokens']:,} tokens "
+        "seen once, 3 fresh seeds at rates tuned with another; differences are to the better dense method, paired by "
+        "seed ([protocol](evals/README.md#the-quality-proof)). `python -m evals.quality --corpus FOLDER --only main`, "
+        f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
+        "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
+    )
+    return "\n".join(group_table("main", results)) + f"\n\n{note}"
 
 
 def network() -> str:
@@ -130,6 +151,7 @@ def filled(text: str) -> str:
     sections = {
         "network": network(),
         "first_result": first_result(),
+        "quality": quality(),
         "options": options_table(),
         "overhead": overhead(),
         "kernels": kernels(),

@@ -28,6 +28,7 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(family="gpt2", layers=2, hidden=64, heads=4, ffn=256, seq=64, vocab=512),
     "small": Preset(family="gpt2", layers=2, hidden=128, heads=4, ffn=512, seq=64, vocab=512),
+    "gpt-3m": Preset(family="gpt2", layers=4, hidden=256, heads=4, ffn=1024, seq=64, vocab=512),
     "gpt-10m": Preset(family="gpt2", layers=7, hidden=320, heads=5, ffn=1280, seq=256, vocab=4096),
     "gpt-25m": Preset(family="gpt2", layers=8, hidden=480, heads=8, ffn=1920, seq=256, vocab=4096),
     "gpt-345m": Preset(family="gpt2", layers=24, hidden=1024, heads=16, ffn=4096, seq=1024, vocab=50257),

@@ -57,6 +57,7 @@ class Simulation:
         residual_dtype: torch.dtype = torch.float32,
         model_dtype: torch.dtype = torch.float32,
         clip_grad: float = 0.0,
+        ballots: bool = False,
     ) -> None:
         if normalizer not in ("ema", "adams"):
             raise ValueError(f"normalizer={normalizer!r}: 'ema' or 'adams'")
@@ -66,7 +67,7 @@ class Simulation:
             raise ValueError(f"block_size={block_size} keeps nothing of a block at sparsity={sparsity}")
         self.groups, self.W, self.sparsity, self.density = groups, world_size, sparsity, 1 - sparsity
         self.normalizer, self.selection, self.block_size = normalizer, selection, block_size
-        self.warmup_steps, self.clip_grad = warmup_steps, clip_grad
+        self.warmup_steps, self.clip_grad, self.ballots = warmup_steps, clip_grad, ballots
         self.value_dtype, self.residual_dtype, self.model_dtype = value_dtype, residual_dtype, model_dtype
 
         self.t = 0
@@ -81,6 +82,7 @@ class Simulation:
             [torch.zeros_like(w, dtype=residual_dtype) for w in self.master] for _ in range(world_size)
         ]  # [rank][group] (P,)
         self.masks: list[Tensor | None] = [None] * len(groups)  # (W, K) for the next step; None: no late mask
+        self.voted: dict[tuple[int, int], Tensor] = {}  # [group, owner] (S,) mean residual by this step's ballots
         self.log_decay = [[0.0] for _ in groups]  # [group][t] sum over tau <= t of log(1 - lr_tau wd), fp64
 
     # ---- layout -------------------------------------------------------------------------------------------------
@@ -141,6 +143,8 @@ class Simulation:
                 mean_square += float(x.double().square().sum()) / self.W
                 square_mean += float(mean[-1].double().square().sum())
                 self.update(g, owner, mask[owner], mean[-1], lr)
+            if self.ballots and self.sparsity > 0 and self.t > self.warmup_steps:
+                self.vote(g)
             self.masks[g] = self.make_mask(g) if self.sparsity > 0 and self.t >= self.warmup_steps else None
             masks.append(mask)
             means.append(torch.stack(mean))
@@ -188,15 +192,32 @@ class Simulation:
         for part, new in zip(state, (w, m, v, torch.full_like(last, self.t), w.to(self.model_dtype)), strict=True):
             part[index] = new
 
+    # ---- ballots (DESIGN section 6) ---------------------------------------------------------------------------------
+
+    def vote(self, g: int) -> None:
+        """Every rank names its largest unsent gradients to every owner, who estimates the mean residual from them."""
+        kept = self.select(torch.zeros(self.partition_size(g))).numel()  # K
+        for owner in range(self.W):
+            total = self.partition(self.residual[owner][g], owner).float().clone()
+            for rank in range(self.W):
+                if rank != owner:
+                    r = self.partition(self.residual[rank][g], owner).float()
+                    named = top_k(r.abs(), kept - kept // 64)
+                    a = r[named].abs().mean()
+                    total[named] += torch.where(r[named] < 0, -a, a)
+            self.voted[g, owner] = total / self.W
+
     # ---- the next mask ------------------------------------------------------------------------------------------
 
     def make_mask(self, g: int) -> Tensor:  # (W, K) int64
         """Every owner's selection from its own residual."""
-        return torch.stack([self.select(self.score(g, owner)) for owner in range(self.W)])
+        mask = torch.stack([self.select(self.score(g, owner)) for owner in range(self.W)])
+        self.voted.clear()  # a ballot counts once
+        return mask
 
     def score(self, g: int, owner: int) -> Tensor:  # (S,) fp32
         """|the pending first moment| of the owner's partition, from the owner's own residual."""
-        r = self.partition(self.residual[owner][g], owner).float()
+        r = self.voted.get((g, owner), self.partition(self.residual[owner][g], owner).float())
         m = self.partition(self.m[g], owner)
         D = (self.t - self.partition(self.last[g], owner)).clamp(min=1)
         _, c = first_moment_factors(self.groups[g].betas[0], D)

@@ -16,6 +16,7 @@ class Sizes:
     reduce: float
     params: float
     mask: float
+    ballots: float = 0.0
 
 
 def mask_bytes(size: int, kept: int) -> int:
@@ -23,14 +24,21 @@ def mask_bytes(size: int, kept: int) -> int:
     return min(-(-size // 8), kept + max(-(-size // 256), (size - kept) // 255))
 
 
-def scape(params: int, ranks: int, density: float, dtype: str, value_dtype: str) -> Sizes:
-    """The three data messages of a SCAPE step, one parameter group."""
+def ballot_bytes(size: int, kept: int) -> int:
+    """One rank's ballot for one partition of S elements: ``ballots.ballot_code``."""
+    votes = kept - kept // 64
+    return 4 + mask_bytes(size, votes) + -(-votes // 8)
+
+
+def scape(params: int, ranks: int, density: float, dtype: str, value_dtype: str, ballots: bool = False) -> Sizes:
+    """The data messages of a SCAPE step, one parameter group."""
     size = -(-params // ranks)
     kept = min(size, max(1, int(density * size + 0.5)))
     return Sizes(
         reduce=ranks * kept * WIDTH[value_dtype],
         params=ranks * kept * WIDTH[dtype],
         mask=0 if density >= 1 else ranks * mask_bytes(size, kept),
+        ballots=ranks * ballot_bytes(size, kept) if ballots and density < 1 and ranks > 1 else 0,
     )
 
 
@@ -41,7 +49,9 @@ def dense_traffic(params: int, owners: int, dtype: str) -> float:
     return share * (width + (width + 12) + (12 + width))  # norm; read g, w, m, v; write w, m, v and the model's copy
 
 
-def scape_traffic(params: int, ranks: int, density: float, dtype: str, residual_dtype: str) -> float:
+def scape_traffic(
+    params: int, ranks: int, density: float, dtype: str, residual_dtype: str, ballots: bool = False
+) -> float:
     """Memory moved between the messages of a SCAPE step."""
     width, held = WIDTH[dtype], WIDTH[residual_dtype]
     norm_and_accumulate = params * (2 * width + 2 * held)
@@ -49,4 +59,5 @@ def scape_traffic(params: int, ranks: int, density: float, dtype: str, residual_
     pack = params * density * 2 * LINE
     update = params / ranks * density * 4 * 2 * LINE  # master, two moments, last
     scatter = params * density * 2 * LINE
-    return norm_and_accumulate + score + pack + update + scatter
+    votes = 2 * params * held if ballots and density < 1 and ranks > 1 else 0  # threshold and collection, all owners
+    return norm_and_accumulate + score + pack + update + scatter + votes

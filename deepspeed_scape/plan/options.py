@@ -55,6 +55,7 @@ class PlanOptions(BaseModel):
     dense_overlap: float = Field(
         default=1.0, ge=0, le=1, description="share of the backward under which a dense reduction hides (overlap_comm)"
     )
+    ballots: bool = Field(default=False, description="SCAPE's option of that name")
     mask_overlap: bool = Field(default=True, description="SCAPE's mask gather runs under forward and backward")
 
     def cluster(self) -> Cluster:
@@ -79,6 +80,7 @@ class PlanOptions(BaseModel):
             scape_local=None if self.scape_local_ms is None else self.scape_local_ms / 1e3,
             dense_overlap=self.dense_overlap,
             mask_overlap=self.mask_overlap,
+            ballots=self.ballots,
         )
 
 

@@ -34,6 +34,7 @@ class Workload:
         memory_bandwidth: bytes a second, for the local work.
         dense_local, scape_local: seconds of clipping, optimizer and copies, measured; None: from the memory bandwidth.
         dense_overlap: share of the backward under which the dense reduction can hide (0: none of it).
+        ballots: SCAPE's option of that name.
         mask_overlap: whether SCAPE's mask gather runs under forward and backward (``overlap_comm``).
     """
 
@@ -47,6 +48,7 @@ class Workload:
     scape_local: float | None = None
     dense_overlap: float = 0.0
     mask_overlap: bool = True
+    ballots: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +95,14 @@ def predict_dense(work: Workload, cluster: Cluster, mode: Dense = "deepspeed") -
 def predict_scape(work: Workload, cluster: Cluster, sparsity: float) -> Prediction:
     """SCAPE at one sparsity; density 1 (sparsity 0) sends no mask."""
     w = cluster.ranks
-    sizes = messages.scape(work.params, w, 1 - sparsity, work.dtype, work.value_dtype)
+    sizes = messages.scape(work.params, w, 1 - sparsity, work.dtype, work.value_dtype, work.ballots)
     mask = cluster.all_gather(sizes.mask)
     hidden = min(mask, work.compute) if work.mask_overlap else 0.0
-    network = cluster.all_reduce(messages.SCALAR) + cluster.reduce_scatter(sizes.reduce)
+    network = cluster.all_reduce(messages.SCALAR) + cluster.reduce_scatter(sizes.reduce + sizes.ballots)
     network += cluster.all_gather(sizes.params) + mask - hidden
     local = work.scape_local
     if local is None:
-        traffic = messages.scape_traffic(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype)
+        traffic = messages.scape_traffic(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype, work.ballots)
         local = traffic / work.memory_bandwidth
     return Prediction(
         name=f"SCAPE {100 * sparsity:g}%",
@@ -110,7 +112,7 @@ def predict_scape(work: Workload, cluster: Cluster, sparsity: float) -> Predicti
         local=local,
         network=network,
         hidden=hidden,
-        bytes_sent=(sizes.reduce + sizes.params + sizes.mask) * (w - 1) / w + 2 * messages.SCALAR * (w - 1) / w,
+        bytes_sent=(sizes.reduce + sizes.ballots + sizes.params + sizes.mask + 2 * messages.SCALAR) * (w - 1) / w,
         memory=memory.scape(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype),
     )
 

@@ -87,12 +87,15 @@ def order(rank: int) -> dict[str, Any]:
     from tests.dist import tiny
 
     out = {}
-    for groups, overlap in ((1, True), (4, True), (1, False)):
+    for groups, overlap, ballots in ((1, True, ""), (4, True, ""), (1, False, ""), (4, True, "p2p"), (4, True, "nccl")):
         model = tiny.TinyNet()
         params = list(model.parameters())
         split = [{"params": params}] if groups == 1 else [{"params": params[i::4]} for i in range(4)]
-        settings = tiny.config(sparsity=0.9, overlap_comm=overlap, top={"gradient_accumulation_steps": 3})
+        voting = {"ballots": True} if ballots else {}
+        settings = tiny.config(sparsity=0.9, overlap_comm=overlap, top={"gradient_accumulation_steps": 3}, **voting)
         engine = tiny.start(settings, model, split)
+        if ballots == "nccl":  # the collectives of a GPU, which gloo has too
+            engine.optimizer.exchange.point_to_point = False
         tiny.train_step(engine, 0, rank)
         spy = Spy()
         spy.watch(engine)
@@ -103,7 +106,7 @@ def order(rank: int) -> dict[str, Any]:
                 spy.events.append("step")
                 engine.step()
             spy.events.append("end")
-        out[f"{groups}-{overlap}"] = list(spy.events)  # destroy() waits for the mask too
+        out[f"{groups}-{overlap}{ballots}"] = list(spy.events)  # destroy() waits for the mask too
         engine.destroy()
     return out
 

@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).with_name("rank_checkpoint.py")
 CASES = [{"name": f"zero{s}-{d}", "stage": s, "dtype": d} for s in (1, 2) for d in ("fp32", "bf16", "fp16")] + [
     {"name": "mid-warmup", "stage": 2, "dtype": "fp32", "params": {"warmup_steps": 11}},
     {"name": "bf16-residual", "stage": 2, "dtype": "bf16", "params": {"residual_dtype": "bf16", "value_dtype": "bf16"}},
+    {"name": "ballots", "stage": 2, "dtype": "fp32", "params": {"ballots": True}},
     {"name": "block-no-overlap", "stage": 1, "dtype": "fp32",
      "params": {"selection": "block", "block_size": 50, "overlap_comm": False}},
 ]  # fmt: skip

@@ -31,6 +31,12 @@ SPARSE = [
     case("s0.9-adams-clipped", 2, 60, clip=0.5, sparsity=0.9, normalizer="adams"),
     case("s0.9-block-warm", 2, 40, sparsity=0.9, selection="block", block_size=50, warmup_steps=5),
     case("s0.9-bf16-values", 1, 40, sparsity=0.9, value_dtype="bf16"),
+    case("s0.9-ballots", 2, 120, sparsity=0.9, ballots=True),
+    case("s0.99-ballots-clipped", 1, 120, clip=0.5, sparsity=0.99, ballots=True),
+    case(
+        "s0.9-ballots-block-warm", 2, 40, sparsity=0.9, ballots=True, selection="block", block_size=50, warmup_steps=5
+    ),
+    case("s0.9-ballots-bf16-residual", 1, 40, sparsity=0.9, ballots=True, residual_dtype="bf16"),
     case("s0.9-bf16-residual", 1, 40, sparsity=0.9, residual_dtype="bf16"),
 ]
 

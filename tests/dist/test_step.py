@@ -37,6 +37,24 @@ def test_three_data_collectives_and_one_scalar_in_order(ranks: list[dict[str, An
         ]  # fmt: skip
 
 
+def test_ballots_are_in_the_batch_of_the_reduce_or_in_flight_beside_it(ranks: list[dict[str, Any]]) -> None:
+    swap = f"{len(ranks) - 1} irecv, {len(ranks) - 1} isend"
+    both = f"{2 * (len(ranks) - 1)} irecv, {2 * (len(ranks) - 1)} isend"
+    for result in ranks:
+        assert result["order"]["4-Truep2p"][-6:] == [
+            "all_reduce:data:sync", "wait_mask", f"{both}:data:waited", f"{swap}:data:waited",
+            f"{swap}:mask:in flight", "end",
+        ]  # fmt: skip
+        events = [event.replace("_tensor:", "_single:") for event in result["order"]["4-Truenccl"][-7:]]
+        assert events == [
+            "all_reduce:data:sync", "wait_mask", "all_to_all_single:mask:async", "reduce_scatter_single:data:sync",
+            "all_gather_into_single:data:sync", "all_gather_into_single:mask:async", "end",
+        ] or events == [
+            "all_reduce:data:sync", "wait_mask", "all_to_all_single:mask:async", "reduce_scatter_single:data:sync",
+            "all_gather_single:data:sync", "all_gather_single:mask:async", "end",
+        ]  # fmt: skip
+
+
 def test_without_overlap_the_gather_ends_inside_the_step(ranks: list[dict[str, Any]]) -> None:
     events = ranks[0]["order"]["1-False"]
     swap = f"{len(ranks) - 1} irecv, {len(ranks) - 1} isend"

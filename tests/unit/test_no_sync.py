@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import encoding, group, mask, residual
+from deepspeed_scape import ballots, encoding, group, mask, residual
 from deepspeed_scape.kernels import loops, ops_for
 from tests import bare, interpreter
 from tests.spies import MemorySpy, SyncSpy
@@ -114,6 +114,32 @@ def test_both_paths_train_the_same_model(
             assert torch.equal(ours, twin)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not on")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("kept", [30, 500], ids=["delta", "bitmap"])
+def test_ballots_wait_for_nothing(kept: int, triton_path: SyncSpy, monkeypatch: Any) -> None:
+    size, world, rank = 2000, 3, 1
+    code = ballots.ballot_code(size, kept)
+    residuals = torch.randn(world, size, generator=torch.Generator().manual_seed(0))
+    known = mask.Moments(gradient=residuals[rank], exp_avg=torch.randn(size), last=torch.ones(size, dtype=torch.int32))
+    faults = torch.zeros(1, dtype=torch.int32)
+
+    def vote() -> torch.Tensor:
+        rows = torch.zeros(world, code.nbytes, dtype=torch.uint8)
+        for residual_of, row in zip(residuals, rows, strict=True):
+            ballots.cast_ballot(residual_of, known, 3, code, 0, row)
+        return ballots.count_ballots(residuals[rank], rows, rank, code, faults)
+
+    vote()  # tables and samples
+    with triton_path.watching():
+        estimate = vote()
+    assert triton_path.seen > 20 and dict(triton_path.found) == {}
+    assert int(faults) == 0
+    for module in MODULES:
+        monkeypatch.setattr(module, "ops_for", ops_for)
+    assert torch.allclose(estimate, vote(), rtol=1e-6, atol=1e-7)
+
+
 def test_the_spy_sees_what_waits() -> None:
     """The torch twin of the selection waits for the device: this is what the Triton one is there for."""
     spy = SyncSpy()
@@ -148,5 +174,5 @@ def test_nothing_of_the_size_of_the_model_is_made_on_a_cpu(options: dict[str, An
 
 def test_the_loops_are_not_parallel() -> None:
     """One thread a rank: ranks share the cores already."""
-    for name in ("candidates", "decode_delta", "encode_delta", "pack", "update"):
+    for name in ("candidates", "decode_delta", "encode_delta", "large", "pack", "update"):
         assert not getattr(loops, name).targetoptions.get("parallel")

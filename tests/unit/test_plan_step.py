@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deepspeed_scape.ballots import ballot_code
 from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.layout import kept_of
 from deepspeed_scape.plan import Cluster, Workload, break_even, predict, predict_all
 from deepspeed_scape.plan.cluster import Link
 from deepspeed_scape.plan.memory import scape as planned_memory
@@ -35,6 +37,17 @@ def test_messages_are_what_the_package_sends(params: int, ranks: int, sparsity: 
     assert found.reduce == packed.nbytes
     assert found.params == own.nbytes * ranks
     assert found.mask == group.code.nbytes * ranks
+
+
+@pytest.mark.parametrize("sparsity", [0.99, 0.9, 0.5])
+@pytest.mark.parametrize(("params", "ranks"), [(10_000, 2), (1_000_002, 3)])
+def test_ballots_are_what_the_package_sends(params: int, ranks: int, sparsity: float) -> None:
+    size = -(-params // (2 * ranks)) * 2
+    found = message_sizes(size * ranks, ranks, 1 - sparsity, "bf16", "fp32", ballots=True)
+    assert found.ballots == ranks * ballot_code(size, kept_of(size, 1 - sparsity)).nbytes
+    assert message_sizes(size * ranks, ranks, 1 - sparsity, "bf16", "fp32").ballots == 0
+    without, with_ballots = (predict_scape(replace(WORK, ballots=on), slow(), sparsity) for on in (False, True))
+    assert with_ballots.bytes_sent > without.bytes_sent and with_ballots.step > without.step
 
 
 @pytest.mark.parametrize("sparsity", [0.99, 0.9])
