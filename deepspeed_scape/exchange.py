@@ -45,6 +45,7 @@ class Exchange:
         self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
         self.overlap = overlap
         self.point_to_point = group._get_backend(device).name() == "gloo"
+        self.patience: float | None = None  # seconds to wait for a message of gloo; None: as long as torch does
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
         self.side = SideStream(device, overlap)  # of the mask gather and its decoding
         self._in_flight: tuple[list[dist.Work], Callable[[], list[Tensor]]] | None = None
@@ -72,7 +73,7 @@ class Exchange:
         self._count("reduce", packed.nbytes / self.world_size)
         if self.point_to_point:
             received = torch.empty_like(packed)
-            wait_all(self._swap([(list(packed), received)], self.group))
+            self._wait(self._swap([(list(packed), received)], self.group))
             return self._mean_of(received)
         return self._reduce_scatter(packed)
 
@@ -89,7 +90,7 @@ class Exchange:
         if self.point_to_point:
             self._count("reduce", packed.nbytes / self.world_size)
             values = torch.empty_like(packed)
-            wait_all(self._swap([(list(packed), values), (list(ballots), received)], self.group))
+            self._wait(self._swap([(list(packed), values), (list(ballots), received)], self.group))
             return self._mean_of(values), received
         work = dist.all_to_all_single(received, ballots, group=self.mask_group, async_op=True)
         mean = self.reduce_mean(packed)
@@ -111,7 +112,7 @@ class Exchange:
     ) -> Tensor:  # (W, B) uint8
         """All-gather the parameters that have changed."""
         gathered, works = self._all_gather(own, "params", self.group, async_op=False)
-        wait_all(works)
+        self._wait(works)
         return gathered
 
     def start_mask_gather(
@@ -152,7 +153,7 @@ class Exchange:
             raise RuntimeError("no mask gather is in flight")
         works, masks = self._in_flight
         self._in_flight = None
-        wait_all(works)
+        self._wait(works)
         decoded = masks()
         self.side.join(*decoded)
         return decoded
@@ -203,6 +204,10 @@ class Exchange:
             for op, tensor, peer, tag in receives + sends
         ]
         return list(dist.batch_isend_irecv(batch))
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        # gloo's collectives keep to the limit of their group, its messages only to one that is given
+        wait_all(works, self.patience if self.point_to_point else None)
 
     def _count(self, purpose: str, nbytes_per_peer: float) -> None:
         self.sent[purpose] += int(nbytes_per_peer * (self.world_size - 1))

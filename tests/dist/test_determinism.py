@@ -30,7 +30,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W2", "W3"])
+@pytest.fixture(scope="module", params=[pytest.param(2, id="W2"), pytest.param(3, id="W3", marks=pytest.mark.slow)])
 def launches(request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
     """The same ranks started twice."""
     first = run_ranks(SCRIPT, request.param, [json.dumps(list(VARIANTS.values()))])

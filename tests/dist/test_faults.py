@@ -28,7 +28,14 @@ SAYS = {
 
 
 @pytest.mark.parametrize("kind", FATAL)
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 2)], ids=["W2-rank0", "W2-rank1", "W4-rank2"])
+@pytest.mark.parametrize(
+    ("world", "victim"),
+    [
+        pytest.param(2, 0, id="W2-rank0", marks=pytest.mark.slow),
+        pytest.param(2, 1, id="W2-rank1"),
+        pytest.param(4, 2, id="W4-rank2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_rank_ends_the_others_with_its_name(world: int, victim: int, kind: str) -> None:
     failure = run_ranks(SCRIPT, world, [kind, victim], timeout=200, expect_failure=True)
     ended = time.time()
@@ -44,7 +51,7 @@ def test_a_lost_rank_ends_the_others_with_its_name(world: int, victim: int, kind
     assert min(report["seconds"] for report in reports) < TIMEOUT + 15
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bad_or_no_gradients_on_one_rank_are_survived(world: int) -> None:
     for result in run_ranks(SCRIPT, world, ["survivable", 0]):
         assert result["skipped"] == [0, 1, 0, 1, 0, 0, 0, 0]

@@ -8,7 +8,7 @@ import pytest
 
 from evals import faults
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]  # minutes; CI has the parts it is made of
 
 
 @pytest.fixture(scope="module")

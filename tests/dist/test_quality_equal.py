@@ -20,7 +20,7 @@ from launch.metrics import read_metrics
 from launch.tokens import open_tokens
 from tests.dist.test_pretrain import pretrain
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]  # minutes; CI has the parts it is made of
 
 STEPS = 150  # past the warm-up of the learning rate, so that the cosine is compared too
 RUNS = {
