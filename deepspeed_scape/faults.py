@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,13 +104,19 @@ class Roster:
         """Which of ``silent`` have not said that they failed as well; None once the store cannot be asked."""
         if silent is None:
             return None
-        try:
+        heard: list[list[int]] = []
+        # on a cut wire a request to the store may wait for as long as TCP does, whatever its timeout
+        asking = threading.Thread(target=self._ask_store, args=(silent, heard), daemon=True)
+        asking.start()
+        asking.join(_PATIENCE)
+        return heard[0] if heard else None
+
+    def _ask_store(self, silent: list[int], heard: list[list[int]]) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):
             store = distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"{self._key}{self.rank}", "failed")
-            return [rank for rank in silent if not store.check([f"{self._key}{rank}"])]
-        except (RuntimeError, ValueError):
-            return None
+            heard.append([rank for rank in silent if not store.check([f"{self._key}{rank}"])])
 
 
 def limit_wait(seconds: float, groups: list[dist.ProcessGroup]) -> None:

@@ -71,11 +71,13 @@ def test_stopped_runs_go_on_and_failed_ones_do_not_start_again(entry: Entry, tmp
 def test_the_budget_ends_runs_that_listen_and_those_that_do_not(entry: Entry, tmp_path: Path) -> None:
     made = acted(entry, tmp_path, {1: [SLEEPS], 2: ["import time; time.sleep(60)"]})
     said: list[str] = []
+    before = set(psutil.Process().children(recursive=True))  # of other tests
     begin = time.monotonic()
     assert made.work(1.5 / 60, said.append)
     assert time.monotonic() - begin < 30
     assert sum(line.startswith("stopped ") for line in said) == 2
-    assert not [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_nothing_starts_where_all_is_done(entry: Entry, tmp_path: Path) -> None:
