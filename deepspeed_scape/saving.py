@@ -116,9 +116,11 @@ def _save(
                 manifest.publish(folder)
                 if save_latest:
                     manifest.write_text(Path(save_dir, "latest"), tag)
-    except Exception:
+    except Exception as error:
         if writer:
             shutil.rmtree(draft, ignore_errors=True)  # of no use, and its room may be what was missing
+        if isinstance(error, ScapeCheckpointError):  # agreed, so all ranks are here: none goes on before it is gone
+            gather(None, group)
         raise
     finally:
         engine.checkpoint_engine = inner
