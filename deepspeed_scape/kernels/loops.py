@@ -59,13 +59,39 @@ def _lowest_bit(typing_context: Any, word: Any) -> Any:
 
 
 @njit(cache=True, error_model="numpy")
+def _note_reached(  # type: ignore[no-untyped-def]
+    values,  # (WORD,) fp32: scores of the elements from ``start`` on
+    count,  # how many of them are meant
+    start,
+    threshold,  # fp32
+    index,  # (capacity,) int64, written from ``found`` on; so is the next
+    score,  # (capacity,) fp32
+    found,
+):
+    """Add those of up to 64 elements that reach the threshold. Returns how many there are now; -1: no room for them.
+
+    A branch that is taken every tenth time is guessed wrong nearly as often, so the comparisons are gathered in a word
+    and only its set bits visited. What is not a number counts as infinite.
+    """
+    reached = np.uint64(0)
+    for j in range(count):
+        reached |= np.uint64(not values[j] < threshold) << np.uint64(j)
+    if found + count > index.size:
+        return -1
+    while reached != 0:
+        j = _lowest_bit(reached)
+        reached &= reached - np.uint64(1)
+        index[found] = start + j
+        score[found] = values[j] if values[j] == values[j] else np.inf
+        found += 1
+    return found
+
+
+@njit(cache=True, error_model="numpy")
 def many_candidates(  # type: ignore[no-untyped-def]
     gradient, exp_avg, last, step, share, moved, threshold, index, score
 ):
-    """``candidates`` where they are many: a branch that is taken every tenth time is guessed wrong nearly as often.
-
-    The comparisons of 64 elements are gathered in a word and only its set bits visited.
-    """
+    """``candidates`` where they are many."""
     values = np.empty(WORD, np.float32)
     found = 0
     for start in range(0, gradient.size, WORD):
@@ -73,17 +99,9 @@ def many_candidates(  # type: ignore[no-untyped-def]
         for j in range(count):
             delay = np.uint32(step - last[start + j])
             values[j] = abs(share[delay] * gradient[start + j] + moved[delay] * exp_avg[start + j])
-        reached = np.uint64(0)
-        for j in range(count):
-            reached |= np.uint64(not values[j] < threshold) << np.uint64(j)
-        if found + count > index.size:
-            return -1
-        while reached != 0:
-            j = _lowest_bit(reached)
-            reached &= reached - np.uint64(1)
-            index[found] = start + j
-            score[found] = values[j] if values[j] == values[j] else np.inf
-            found += 1
+        found = _note_reached(values, count, start, threshold, index, score, found)
+        if found < 0:
+            break
     return found
 
 
@@ -95,20 +113,15 @@ def large(  # type: ignore[no-untyped-def]
     score,  # (capacity,) fp32, written
 ):
     """``many_candidates`` without momentum, where the score is |gradient|: a third of the bytes."""
+    values = np.empty(WORD, np.float32)
     found = 0
     for start in range(0, gradient.size, WORD):
         count = min(WORD, gradient.size - start)
-        reached = np.uint64(0)
         for j in range(count):
-            reached |= np.uint64(abs(gradient[start + j]) >= threshold) << np.uint64(j)
-        if found + count > index.size:
-            return -1
-        while reached != 0:
-            j = _lowest_bit(reached)
-            reached &= reached - np.uint64(1)
-            index[found] = start + j
-            score[found] = abs(gradient[start + j])
-            found += 1
+            values[j] = abs(gradient[start + j])
+        found = _note_reached(values, count, start, threshold, index, score, found)
+        if found < 0:
+            break
     return found
 
 

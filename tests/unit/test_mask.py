@@ -78,16 +78,19 @@ def test_a_misleading_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("sparsity", [0.9, 0.99], ids=["many", "few"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["loops", "torch"])
-def test_what_is_not_a_number_is_sent_first(sparsity: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beta1", [0.9, 0.0], ids=["score", "ballot"])
+def test_what_is_not_a_number_is_sent_first(
+    beta1: float, sparsity: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not compiled:
         monkeypatch.setattr(mask_module, "loops_for", lambda *_: None)
     some = moments(mask_module.SAMPLE + 40_001)
     some.gradient[[5, 20_000, 48_000]] = float("nan")
     options = ScapeOptions(sparsity=sparsity)
     kept = kept_in_partition(some.last.numel(), options)
-    chosen = select(some, 90, 0.9, kept, options)
+    chosen = select(some, 90, beta1, kept, options)
     assert {5, 20_000, 48_000} <= set(chosen.tolist())
-    assert torch.equal(chosen, select_top(pending_moment(some, 90, 0.9), kept))
+    assert torch.equal(chosen, select_top(pending_moment(some, 90, beta1), kept))
 
 
 @given(st.integers(1, 400), st.integers(2, 60), st.sampled_from([0.5, 0.9, 0.99]), st.integers(0, 99))
