@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from evals.files import write
 from evals.provenance import provenance
 from launch.children import end_tree
 from launch.metrics import read_metrics
@@ -220,11 +221,8 @@ def main() -> None:
             for kind in args.only:
                 results.append(try_fault(Path(folder), ranks, kind, whole))
                 print(json.dumps(results[-1]), flush=True)
-    draft = args.output.with_suffix(".draft")
-    draft.write_text(
-        json.dumps({**provenance(), "limit_s": LIMIT, "timeout_s": TIMEOUT, "runs": results}, indent=1) + "\n"
-    )
-    draft.replace(args.output)
+    report = {**provenance(), "limit_s": LIMIT, "timeout_s": TIMEOUT, "runs": results}
+    write(args.output, json.dumps(report, indent=1) + "\n")
     if not all(map(holds, results)):
         sys.exit("evals.faults: not every fault ended as it should")
 

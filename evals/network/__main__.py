@@ -22,13 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evals.files import write
 from evals.network import predict
 from evals.network.hosts import HostsUnavailable, missing
 from evals.network.measure import Settings, compare
 from evals.network.methods import METHODS
 from evals.network.predict import check_all
 from evals.network.ranks import RankFailed
-from evals.network.report import Table, as_csv, markdown, write
+from evals.network.report import Table, as_csv, markdown
 from evals.provenance import provenance
 from launch.corpus import embedded
 from launch.models import PRESETS

@@ -223,11 +223,3 @@ def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:
         )
     keys = ("preset", "tokens", "commit", "date", "hardware", "torch", "deepspeed", "command")
     return rows, {key: lines[0][key] for key in keys} if lines else {}
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)

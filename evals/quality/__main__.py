@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from evals.files import write
 from evals.quality.groups import GROUPS, MOST_RATES, SEEDS, Entry
 from evals.quality.one import HELD_OUT, prepare
 from evals.quality.results import Results
@@ -89,9 +90,7 @@ def write_tables(groups: list[str]) -> None:
     for group in groups:
         parts += [f"## {group}", "", *group_table(group, results), ""]
     text = "\n".join(["# Quality: `python -m evals.quality --table`", "", *parts])
-    draft = REPORT.with_suffix(".draft")
-    draft.write_text(text)
-    draft.replace(REPORT)
+    write(REPORT, text)
     print(text)
 
 

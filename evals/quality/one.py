@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from evals.files import write
 from evals.provenance import provenance
 from evals.quality.job import Job
 from evals.quality.spec import RESULTS, RunSpec
@@ -52,11 +52,7 @@ def run(spec: RunSpec, tokens: TokenData, checkpoint: Path, results: Path, minut
         job.save(checkpoint)
         return False
     result = job.result() | {"provenance": provenance()}
-    results.mkdir(parents=True, exist_ok=True)
-    final = results / f"{spec.name}.json"
-    draft = final.with_suffix(f".{os.getpid()}.draft")
-    draft.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    draft.replace(final)
+    write(results / f"{spec.name}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
     checkpoint.unlink(missing_ok=True)
     return True
 
