@@ -9,12 +9,11 @@ import argparse
 import os
 from pathlib import Path
 
-from deepspeed_scape.config import OPTIMIZER_NAMES
 from launch.corpus import find_text_files
 from launch.hub import HUB_SOURCES, LOCAL_PREFIX, is_hub_source
 from launch.models import PRESETS
 from launch.schedule import SCHEDULES
-from launch.settings import Config, resolve_config, set_diagnostics
+from launch.settings import Config, resolve_config, set_scape_options
 from launch.tokens import MIN_VOCAB
 from launch.tracker import require_wandb
 
@@ -170,10 +169,8 @@ def parse_options(argv: list[str] | None = None) -> tuple[argparse.Namespace, Co
             raise ValueError(f"--preset {args.preset}: there is no such preset; take one of {', '.join(PRESETS)}")
         _check_numbers(args)
         config = resolve_config(args.deepspeed_config, args.overrides, lr=args.lr, micro_batch=args.micro_batch)
-        set_diagnostics(config, args.diagnose_every)
+        set_scape_options(config, diagnostics_every=args.diagnose_every, timeout=args.timeout)
         _check_schedule(args, config)
-        if config["optimizer"].get("type") in OPTIMIZER_NAMES:
-            config["optimizer"].setdefault("params", {}).setdefault("timeout", args.timeout)
         _check_data(args)
         _check_resume(args)
         if args.wandb:

@@ -100,8 +100,8 @@ def resolve_config(path: str, overrides: list[str], *, lr: float | None, micro_b
     return config
 
 
-def set_diagnostics(config: Config, every: int) -> None:
-    """Let SCAPE count its diagnostics every so many steps, unless the configuration says how often itself."""
+def set_scape_options(config: Config, **options: Any) -> None:
+    """Give SCAPE these options, where it is the optimizer and the configuration does not set them itself."""
     optimizer = config["optimizer"]
     if isinstance(optimizer, dict) and optimizer.get("type") in OPTIMIZER_NAMES:
-        optimizer.setdefault("params", {}).setdefault("diagnostics_every", every)
+        optimizer["params"] = options | optimizer.get("params", {})
