@@ -36,16 +36,20 @@ class Exchange:
         device: where the tensors are; it decides on the backend.
         overlap: leave the mask gather in flight until :meth:`wait_mask`; otherwise it ends in
             :meth:`start_mask_gather`.
+        patience: seconds to wait for a message of gloo; None: as long as torch does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, overlap: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, overlap: bool, patience: float | None = None
+    ) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
         self.overlap = overlap
         self.point_to_point = group._get_backend(device).name() == "gloo"
-        self.patience: float | None = None  # seconds to wait for a message of gloo; None: as long as torch does
+        # gloo's collectives keep to the limit of their group, its messages only to one that is given
+        self.patience = patience if self.point_to_point else None
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
         self.side = SideStream(device, overlap)  # of the mask gather and its decoding
         self._in_flight: tuple[list[dist.Work], Callable[[], list[Tensor]]] | None = None
@@ -73,7 +77,7 @@ class Exchange:
         self._count("reduce", packed.nbytes / self.world_size)
         if self.point_to_point:
             received = torch.empty_like(packed)
-            self._wait(self._swap([(list(packed), received)], self.group))
+            wait_all(self._swap([(list(packed), received)], self.group), self.patience)
             return self._mean_of(received)
         return self._reduce_scatter(packed)
 
@@ -90,7 +94,7 @@ class Exchange:
         if self.point_to_point:
             self._count("reduce", packed.nbytes / self.world_size)
             values = torch.empty_like(packed)
-            self._wait(self._swap([(list(packed), values), (list(ballots), received)], self.group))
+            wait_all(self._swap([(list(packed), values), (list(ballots), received)], self.group), self.patience)
             return self._mean_of(values), received
         work = dist.all_to_all_single(received, ballots, group=self.mask_group, async_op=True)
         mean = self.reduce_mean(packed)
@@ -112,7 +116,7 @@ class Exchange:
     ) -> Tensor:  # (W, B) uint8
         """All-gather the parameters that have changed."""
         gathered, works = self._all_gather(own, "params", self.group, async_op=False)
-        self._wait(works)
+        wait_all(works, self.patience)
         return gathered
 
     def start_mask_gather(
@@ -153,7 +157,7 @@ class Exchange:
             raise RuntimeError("no mask gather is in flight")
         works, masks = self._in_flight
         self._in_flight = None
-        self._wait(works)
+        wait_all(works, self.patience)
         decoded = masks()
         self.side.join(*decoded)
         return decoded
@@ -204,10 +208,6 @@ class Exchange:
             for op, tensor, peer, tag in receives + sends
         ]
         return list(dist.batch_isend_irecv(batch))
-
-    def _wait(self, works: Sequence[dist.Work]) -> None:
-        # gloo's collectives keep to the limit of their group, its messages only to one that is given
-        wait_all(works, self.patience if self.point_to_point else None)
 
     def _count(self, purpose: str, nbytes_per_peer: float) -> None:
         self.sent[purpose] += int(nbytes_per_peer * (self.world_size - 1))

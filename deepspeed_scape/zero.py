@@ -53,8 +53,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         kwargs["allgather_bucket_size"] = 500_000_000  # used once, after a universal load; others fail an assertion
         super().__init__(init_optimizer, *args, **kwargs)
         self.use_grad_accum_attribute = True  # gradients wait in param.grad_accum, at both stages
-        self.exchange = Exchange(self.dp_process_group, self.bit16_groups_flat[0].device, self.options.overlap_comm)
-        self.exchange.patience = self.options.timeout or None
+        device, patience = self.bit16_groups_flat[0].device, self.options.timeout or None
+        self.exchange = Exchange(self.dp_process_group, device, self.options.overlap_comm, patience)
         faults.limit_wait(self.options.timeout, [self.dp_process_group, self.exchange.mask_group])
         self.roster = faults.Roster(self.dp_process_group)
         self.scape_groups = [self._build_group(i) for i in range(len(self.bit16_groups))]
