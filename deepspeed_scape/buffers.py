@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed_scape.encoding import decode_masks, encode_mask
+from deepspeed_scape.encoding import decode_masks
 from deepspeed_scape.group import ScapeGroup
 
 
@@ -54,13 +54,6 @@ class WireBuffers:
             spans[i] = (start, end)
         widest = self.groups[self._param_order[0]].flat.element_size()
         return spans, -(-end // widest) * widest  # rows must start aligned too
-
-    def encode_masks(self, index: list[Tensor]) -> Tensor:
-        """(B,) uint8: this owner's masks, (K,) int64 for each group."""
-        own = torch.empty(sum(self._mask_sizes()), dtype=torch.uint8, device=self.device)
-        for group, mask, part in zip(self.groups, index, own.split(self._mask_sizes()), strict=True):
-            encode_mask(mask, group.code, part)
-        return own
 
     def encode_next_masks(self, step: int) -> Tensor:
         """(B,) uint8: what this owner selects for the next step."""

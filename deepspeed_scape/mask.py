@@ -84,25 +84,12 @@ def select_partition(moments: Moments, step: int, beta1: float, kept: int, seed:
 
 def select_top(score: Tensor, kept: int) -> Tensor:
     """The K largest of (S,) scores, ties by the lowest index: (K,) int64 ascending. The reference selection."""
-    if kept == 0:
-        return torch.empty(0, dtype=torch.int64, device=score.device)
-    score = infinite_if_nan(score)
-    smallest = torch.topk(score, kept, sorted=False).values.min()
-    return _above_and_ties(score, smallest, kept)
+    return _top_of_rows(infinite_if_nan(score).view(1, -1), kept)
 
 
 def infinite_if_nan(score: Tensor) -> Tensor:
     """What is not a number has no order; as infinity it is sent, and seen, at the next step."""
     return score.nan_to_num(torch.inf, torch.inf)
-
-
-def _above_and_ties(score: Tensor, smallest: Tensor, kept: int) -> Tensor:
-    """All scores above the K-th largest, then as many equal to it as fit, in index order."""
-    chosen = score > smallest
-    ties = score == smallest
-    room = kept - chosen.sum()
-    chosen |= ties & (ties.cumsum(0) <= room)
-    return chosen.nonzero().squeeze(1)
 
 
 def _select_sampled(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape.encoding import encode_mask
 from deepspeed_scape.group import ScapeGroup
 from deepspeed_scape.layout import ParamSlot, group_layout
 from deepspeed_scape.optimizer import Scape
@@ -100,7 +101,8 @@ class LocalStep:
         watch.lap("scatter")
         index = group.select(self.step)
         watch.lap("select")
-        encoded = self.wire.encode_masks([index])
+        encoded = torch.empty(group.code.nbytes, dtype=torch.uint8)
+        encode_mask(index, group.code, encoded)
         watch.lap("encode")
         masks = encoded.expand(self.world, -1).contiguous()
         watch.lap("elsewhere")

@@ -50,11 +50,12 @@ def test_messages_keep_groups_of_different_dtypes_apart(dense: bool) -> None:
     assert sum(part.numel() for part in wire.split_mean(packed[0], dense)) == packed.shape[1]
 
 
-def test_masks_of_all_groups_share_one_message() -> None:
+def test_masks_of_all_groups_share_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [group(12, torch.float32), group(8, torch.float32)]
     wire = WireBuffers(groups, 2, torch.float32)
-    chosen = [torch.tensor([0, 2, 5]), torch.tensor([1, 3])]
-    own = wire.encode_masks(chosen)
+    for g, chosen in zip(groups, (torch.tensor([0, 2, 5]), torch.tensor([1, 3])), strict=True):
+        monkeypatch.setattr(g, "select", lambda step, chosen=chosen: chosen)
+    own = wire.encode_next_masks(step=1)
     masks = wire.decode_masks(torch.stack([own, own]))
     assert [m.tolist() for m in masks] == [[[0, 2, 5]] * 2, [[1, 3]] * 2]
 
