@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_scape.kernels.launch import blocks, on_its_device
+from deepspeed_scape.kernels.place import place_of
 
 BLOCK = 1024
 
@@ -28,13 +29,7 @@ def _pack(
     DENSE: tl.constexpr,  # everything: position is not read
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < kept
-    if DENSE:
-        place = row * kept + k
-    else:
-        place = tl.load(position + row * kept + k, mask=inside, other=0)
+    row, k, inside, place = place_of(position, kept, DENSE, BLOCK)
     value = tl.load(residual + place, mask=inside, other=0.0)
     tl.store(out + row * row_stride + k, value.to(out.dtype.element_ty), mask=inside)
     tl.store(residual + place, tl.zeros([BLOCK], residual.dtype.element_ty), mask=inside)

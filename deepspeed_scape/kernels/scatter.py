@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed_scape.kernels.launch import blocks, on_its_device
+from deepspeed_scape.kernels.place import place_of
 
 BLOCK = 1024
 
@@ -27,13 +28,7 @@ def _scatter(
     DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < kept
-    if DENSE:
-        place = row * kept + k
-    else:
-        place = tl.load(position + row * kept + k, mask=inside, other=0)
+    row, k, inside, place = place_of(position, kept, DENSE, BLOCK)
     tl.store(flat + place, tl.load(values + row * row_stride + k, mask=inside), mask=inside)
 
 
