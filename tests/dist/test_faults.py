@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from evals.network.hosts import Hosts, address, missing
 from tests.dist.rank_faults import FATAL, TIMEOUT
 from tests.launch import ROOT, extensions_dir, run_ranks
 
@@ -59,41 +60,22 @@ def test_bad_or_no_gradients_on_one_rank_are_survived(world: int) -> None:
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[list[str]]:
-    """Two network namespaces joined by a wire."""
-    names = [f"scape-{os.getpid()}-{i}" for i in range(2)]
-    wires = [f"sc{os.getpid() % 100000}{i}" for i in range(2)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", wires[0], "netns", names[0], "type", "veth", "peer", "name", wires[1], "netns", names[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "link", "set", wires[i], "name", "eth0")
-            ip("-n", name, "addr", "add", f"10.79.0.{i + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
-    except (OSError, subprocess.CalledProcessError):
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        pytest.skip("no network namespaces here")
-    yield names
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+def two_hosts() -> Iterator[Hosts]:
+    if lacks := missing():
+        pytest.skip(f"no network of namespaces here: {'; '.join(lacks)}")
+    with Hosts(2) as hosts:
+        yield hosts
 
 
-def test_a_cut_between_hosts_ends_both_sides(two_hosts: list[str], tmp_path: Path) -> None:
+def test_a_cut_between_hosts_ends_both_sides(two_hosts: Hosts, tmp_path: Path) -> None:
     ranks = []
-    for rank, host in enumerate(two_hosts):
+    for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "READY": str(tmp_path / f"ready{rank}")}
         env |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        env |= {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29601", "GLOO_SOCKET_IFNAME": "eth0"}
+        env |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29601", "GLOO_SOCKET_IFNAME": "eth0"}
         env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         env |= {"TORCH_EXTENSIONS_DIR": extensions_dir(), "SCAPE_TEST_DEADLINE": str(time.time() + 200)}
-        command = ["ip", "netns", "exec", host, sys.executable, str(Path(__file__).with_name("rank_cut.py"))]
+        command = two_hosts.command(rank, [sys.executable, str(Path(__file__).with_name("rank_cut.py"))])
         log = open(tmp_path / f"log{rank}", "wb")  # noqa: SIM115
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
     try:
@@ -101,7 +83,7 @@ def test_a_cut_between_hosts_ends_both_sides(two_hosts: list[str], tmp_path: Pat
         while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline and all(p.poll() is None for p in ranks), _logs(tmp_path)
             time.sleep(0.1)
-        subprocess.run(["ip", "-n", two_hosts[1], "link", "set", "eth0", "down"], check=True)
+        subprocess.run(two_hosts.command(1, ["ip", "link", "set", "eth0", "down"]), check=True)
         begin = time.monotonic()
         codes = [process.wait(60) for process in ranks]
         assert time.monotonic() - begin < 60
