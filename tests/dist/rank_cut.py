@@ -14,10 +14,13 @@ def main() -> None:
 
     worker.init(timeout=30)
     engine = start()
-    for step in range(100_000):
-        odd_model.train_step(engine, step)
-        if step == 20:
-            Path(os.environ["READY"]).touch()
+    with engine.optimizer.roster.watch(
+        "training"
+    ):  # as launch/pretrain.py: the cut may meet a collective of the script
+        for step in range(100_000):
+            odd_model.train_step(engine, step)
+            if step == 20:
+                Path(os.environ["READY"]).touch()
 
 
 if __name__ == "__main__":
