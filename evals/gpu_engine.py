@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 
 import torch
 from torch import nn
+
+from launch.ports import free_port
 
 STEPS = 30
 
@@ -79,12 +80,6 @@ def run_rank() -> None:
         sys.exit(f"the loss does not fall: {with_overlap[0]} to {with_overlap[-1]}")
     print(f"rank {rank}: loss {with_overlap[0]:.4f} to {with_overlap[-1]:.4f} in {STEPS} steps, overlap changes no bit")
     torch.distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+
+from launch.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 SPAWN = [sys.executable, "-m", "tests.spawn"]  # as a module: in its own folder launch.py would hide the package launch
@@ -94,7 +95,7 @@ def _launch(script, world_size, args, env, timeout, netns, launcher, module, pre
     with tempfile.TemporaryDirectory(prefix="scape-ranks-") as folder:
         out = Path(folder) / "rank"
         tag = uuid.uuid4().hex
-        port = free_port()
+        port = str(free_port())
         command = _command(launcher, str(script), world_size, [str(a) for a in args], module, preload, netns, port)
         with open(Path(folder) / "launcher.log", "wb") as log:
             process = subprocess.Popen(
@@ -209,12 +210,6 @@ def _tagged(tag: str) -> list[int]:
             if needle in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @functools.cache
