@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -140,16 +140,23 @@ def test_ballots_wait_for_nothing(kept: int, triton_path: SyncSpy, monkeypatch: 
     assert torch.allclose(estimate, vote(), rtol=1e-6, atol=1e-7)
 
 
-def test_the_spy_sees_what_waits() -> None:
-    """The torch twin of the selection waits for the device: this is what the Triton one is there for."""
+@pytest.mark.parametrize(
+    ("call", "seen"),
+    [
+        (lambda: torch.rand(3)[torch.tensor([True, False, True])], {"index": 1}),
+        (lambda: float(torch.rand(1)), {"_local_scalar_dense": 1}),
+        (lambda: torch.rand(2).tolist(), {"tolist": 1}),
+        (lambda: torch.rand(3).add_(1), {}),
+        # the torch twin of the selection waits for the device: this is what the Triton one is there for
+        (lambda: mask.select_top(torch.rand(100), 5), {"_local_scalar_dense": 1, "nonzero": 1}),
+    ],
+    ids=["index", "float", "tolist", "add", "select_top"],
+)
+def test_the_spy_sees_what_waits(call: Callable[[], object], seen: dict[str, int]) -> None:
     spy = SyncSpy()
     with spy.watching():
-        mask.select_top(torch.rand(100), 5)
-        torch.rand(3)[torch.tensor([True, False, True])]
-        float(torch.rand(1))
-        torch.rand(2).tolist()
-    assert spy.found["nonzero"] == 1 and spy.found["index"] == 1 and spy.found["tolist"] == 1
-    assert spy.found["_local_scalar_dense"] == 1
+        call()
+    assert dict(spy.found) == seen
 
 
 @pytest.mark.parametrize(
