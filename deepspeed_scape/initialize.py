@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import ScapeConfigError
+from deepspeed_scape.monitor import tell_wandb
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -44,7 +45,7 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
         return stock(*arguments.args, **arguments.kwargs)
     documents.check(document, _world_size(given.get("mpu")))
     try:
-        return stock(*arguments.args, **arguments.kwargs)
+        built = stock(*arguments.args, **arguments.kwargs)
     except ScapeConfigError:
         raise
     except Exception as error:
@@ -52,6 +53,8 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
         if ours is None:
             raise
         raise ours from error
+    tell_wandb(built[0], document)
+    return built
 
 
 def _world_size(mpu: Any) -> int:

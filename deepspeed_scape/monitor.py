@@ -11,7 +11,8 @@ Keys of ``engine.optimizer.step_stats``, and of the monitors with ``Train/Scape/
     visits            how often an element was synchronised so far, on average
     ms_<part>         milliseconds of each part of the step, mask_wait among them; on a GPU of the step before
 
-The monitors also get ``diagnostics.py``'s keys whenever there are new ones.
+The monitors also get ``diagnostics.py``'s keys whenever there are new ones, and W&B, once, the configuration: DeepSpeed
+leaves it out.
 """
 
 from __future__ import annotations
@@ -61,3 +62,25 @@ class StepMonitor:
             engine.monitor.write_events(
                 [(f"Train/Scape/{key}", value, engine.global_samples) for key, value in stats.items()]
             )
+
+
+def tell_wandb(engine: Any, document: dict[str, Any]) -> None:
+    """Put the configuration of a run into the W&B run that DeepSpeed's monitor began; nothing without one.
+
+    Its keys: ``deepspeed``, the JSON as it was given; ``scape``, every option with its default; ``zero_stage`` and
+    ``world_size`` (data-parallel ranks).
+    """
+    monitor = getattr(getattr(engine, "monitor", None), "wandb_monitor", None)
+    if monitor is None or not monitor.enabled or engine.global_rank != 0:
+        return
+    import wandb
+
+    told: dict[str, Any] = {
+        "deepspeed": document,
+        "zero_stage": engine.zero_optimization_stage(),
+        "world_size": engine.dp_world_size,
+    }
+    if (options := getattr(engine.optimizer, "options", None)) is not None:
+        told["scape"] = options.model_dump(mode="json")
+    if wandb.run is not None:
+        wandb.run.config.update(told, allow_val_change=True)

@@ -19,19 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from evals.files import write
+from evals.launched import LaunchedJob
 from evals.provenance import provenance
-from launch.children import end_tree
 from launch.metrics import read_metrics
-from launch.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, SAVE_EVERY, FAULT_AT = 160, 20, 50
@@ -46,83 +42,25 @@ SAYS = {
 KINDS = tuple(SAYS)
 
 
-class Job:
-    """One launch of the tiny preset, its ranks marked by a tag in their environment."""
-
-    def __init__(self, output: Path, ranks: int, save_dir: Path) -> None:
-        self.output, self.ranks, self.tag = output, ranks, uuid.uuid4().hex
-        self.log = output.with_suffix(f".{self.tag[:6]}.log")
-        command = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-        command += ["--master_port", str(free_port()), "launch/pretrain.py", "--preset", "tiny"]
-        command += [
-            "--deepspeed_config",
-            "ds_configs/zero2_scape90_fp32.json",
-            "--data",
-            "embedded",
-            "--eval-every",
-            "0",
-        ]
-        command += ["--eval-batches", "2", "--log-every", "1", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
-        command += ["--timeout", str(TIMEOUT), "--output", str(output), "--save-dir", str(save_dir)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-        output.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "wb") as out:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env={**env, "SCAPE_FAULT_TAG": self.tag}, stdin=subprocess.DEVNULL, stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-
-    def step(self) -> int:
-        """The newest step in the records."""
-        with suppress(OSError, ValueError, IndexError):
-            return max(
-                json.loads(line).get("step", 0) for line in (self.output / "metrics.jsonl").read_text().splitlines()
-            )
-        return 0
-
-    def rank_process(self, rank: int) -> psutil.Process:
-        for process in self.left():
-            with suppress(psutil.Error):
-                if "launch/pretrain.py" in process.cmdline() and process.environ().get("RANK") == str(rank):
-                    return process
-        raise RuntimeError(f"no process of rank {rank}")
-
-    def left(self) -> list[psutil.Process]:
-        """Live processes of this launch."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("SCAPE_FAULT_TAG") == self.tag and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    def end(self) -> None:
-        """Leave nothing behind."""
-        if self.process.poll() is None:
-            end_tree(self.process)
-        for process in self.left():
-            with suppress(psutil.Error):
-                process.kill()
+def launch(output: Path, ranks: int, save_dir: Path) -> LaunchedJob:
+    """The tiny preset, saving now and then, with errors instead of hangs."""
+    return LaunchedJob(output, ranks, [
+        "--deepspeed_config", "ds_configs/zero2_scape90_fp32.json", "--data", "embedded", "--eval-every", "0",
+        "--eval-batches", "2", "--log-every", "1", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
+        "--timeout", str(TIMEOUT), "--save-dir", str(save_dir),
+    ])  # fmt: skip
 
 
-def wait_for(condition: Any, job: Job, seconds: float, every: float = 0.1) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if job.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the job did not come that far; see {job.log}")
-        time.sleep(every)
-
-
-def strike(job: Job, kind: str, save_dir: Path) -> None:
+def strike(job: LaunchedJob, kind: str, save_dir: Path) -> None:
     """Wait for the right moment and do it; the victim is the last rank, or the one that seals a checkpoint."""
-    wait_for(lambda: job.step() >= FAULT_AT, job, 240)
+    job.wait_for(lambda: job.step() >= FAULT_AT, 240)
     if kind == "killed":
         job.rank_process(job.ranks - 1).kill()
     elif kind == "stopped":
         job.rank_process(job.ranks - 1).send_signal(signal.SIGSTOP)
     elif kind == "killed while saving":
         victim = job.rank_process(0)
-        wait_for(lambda: any(save_dir.glob(".*.saving")), job, 60, every=0.0005)
+        job.wait_for(lambda: any(save_dir.glob(".*.saving")), 60, every=0.0005)
         victim.kill()
     elif kind == "disk full":
         disk = os.statvfs(save_dir)
@@ -150,7 +88,7 @@ def losses(output: Path) -> dict[int, float]:
 def undisturbed(folder: Path, ranks: int) -> dict[int, float]:
     """Losses of a run that nothing happens to."""
     output = folder / f"whole{ranks}"
-    job = Job(output, ranks, output / "checkpoints")
+    job = launch(output, ranks, output / "checkpoints")
     try:
         if job.process.wait(400) != 0:
             raise RuntimeError(f"the undisturbed run failed; see {job.log}\n{job.log.read_text()[-3000:]}")
@@ -164,7 +102,7 @@ def try_fault(folder: Path, ranks: int, kind: str, whole: dict[int, float]) -> d
     name = f"{kind.replace(' ', '_')}{ranks}"
     output = folder / name
     with disk(kind == "disk full", folder / f"{name}-disk") as save_dir:
-        job = Job(output, ranks, save_dir)
+        job = launch(output, ranks, save_dir)
         try:
             strike(job, kind, save_dir)
             begin = time.monotonic()
@@ -181,7 +119,7 @@ def try_fault(folder: Path, ranks: int, kind: str, whole: dict[int, float]) -> d
         latest = (save_dir / "latest").read_text()
         with suppress(FileNotFoundError):
             (save_dir / "filler").unlink()
-        again = Job(output, ranks, save_dir)
+        again = launch(output, ranks, save_dir)
         try:
             code = again.process.wait(400)
         finally:

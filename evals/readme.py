@@ -146,6 +146,23 @@ def kernels() -> str:
     return "\n".join(lines) + f"\n\n{note}"
 
 
+def compatibility() -> str:
+    """On which versions the tests pass, from evals.compatibility."""
+    path = RESULTS / "compatibility.json"
+    if not path.exists():
+        return "Not measured yet: `python -m evals.compatibility`."
+    results = json.loads(path.read_text())
+    lines = ["| DeepSpeed | torch | Python | passed | failed | skipped | commit |", "|---|---|---|---|---|---|---|"]
+    for row in results.values():
+        lines.append(
+            f"| {row['deepspeed']} | {row['torch']} | {row['python']} | {row['passed']} | {len(row['failed'])} | "
+            f"{row['skipped']} | {row['run']['commit']} |"
+        )
+    failed = sorted({name for row in results.values() for name in row["failed"]})
+    told = "".join(f" Failed: `{name}`." for name in failed)
+    return "\n".join(lines) + f"\n\n`python -m evals.compatibility`: CI's own command, one environment a row.{told}"
+
+
 def filled(text: str) -> str:
     """``text`` with every marked section replaced."""
     sections = {
@@ -155,6 +172,7 @@ def filled(text: str) -> str:
         "options": options_table(),
         "overhead": overhead(),
         "kernels": kernels(),
+        "compatibility": compatibility(),
     }
     for name, content in sections.items():
         pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)

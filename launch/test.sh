@@ -5,22 +5,24 @@
 #   bash launch/test.sh tests/unit/test_mask.py  further arguments go to pytest
 #   bash launch/test.sh -m "gpu"                 a later -m replaces the default one
 #
-# VENV        the virtual environment, made when absent   (default: .venv in the repository)
-# PYTHON      the interpreter it is made from             (default: python3)
-# TORCH_SPEC  what is installed as torch, before the rest (default: torch==2.13.0)
+# VENV            the virtual environment, made when absent   (default: .venv in the repository)
+# PYTHON          the interpreter it is made from             (default: python3)
+# TORCH_SPEC      what is installed as torch, before the rest (default: torch==2.13.0)
+# DEEPSPEED_SPEC  and as DeepSpeed                            (default: the range of setup.cfg)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 venv=${VENV:-$root/.venv}
 torch_spec=${TORCH_SPEC:-torch==2.13.0}
+deepspeed_spec="${DEEPSPEED_SPEC:-deepspeed>=0.16.9,<0.20}"
 stamp=$venv/deepspeed_scape.stamp
 
 say() { printf '== %s (%ds)\n' "$*" "$SECONDS"; }
 
 requirements_hash() {
     # $root too: an environment shared by two clones would test the other one's editable install
-    { cat setup.cfg pyproject.toml launch/test.sh; echo "$torch_spec $root"; "$venv/bin/python" -VV; } |
+    { cat setup.cfg pyproject.toml launch/test.sh; echo "$torch_spec $deepspeed_spec $root"; "$venv/bin/python" -VV; } |
         sha256sum | cut -d' ' -f1
 }
 
@@ -32,7 +34,7 @@ install() {
     "${pip[@]}" install "$torch_spec"
     # DeepSpeed is a source release whose setup.py looks for torch: let it see this environment's,
     # and build no op ahead of time
-    DS_BUILD_OPS=0 "${pip[@]}" install --no-build-isolation "deepspeed>=0.16.9,<0.20"
+    DS_BUILD_OPS=0 "${pip[@]}" install --no-build-isolation "$deepspeed_spec"
     DS_BUILD_OPS=0 "${pip[@]}" install --no-build-isolation -e ".[test]"
 }
 

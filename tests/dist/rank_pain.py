@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,55 @@ def clients(rank: int, folder: Path) -> dict[str, Any]:
     return out
 
 
+def clip_norm(rank: int, folder: Path) -> dict[str, Any]:
+    """Gradients far above the clip: what is reported, and how much of it reached the first moment."""
+    from tests.dist import tiny
+
+    out = {}
+    for sparsity in (0.0, 0.9):
+        for clip in (0.0, 0.01):
+            settings = tiny.config(2, top={"gradient_clipping": clip}, sparsity=sparsity, betas=[0.9, 0.95])
+            engine = tiny.start(settings)
+            plain = tiny.TinyNet()
+            shared = tiny.batch(0, 0)  # the same rows everywhere, so that the estimate is exact
+            plain(shared).backward()
+            whole = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+            engine.backward(engine(shared))
+            engine.step()
+            taken = sum(g.moments["exp_avg"].double().square().sum() for g in engine.optimizer.scape_groups)
+            dist.all_reduce(taken)
+            out[f"{sparsity}-{clip}"] = {
+                "reported": engine.get_global_grad_norm() / float(whole),
+                "taken": float(taken.sqrt()) / (1 - 0.9) / float(whole),
+                "clip": clip / float(whole),
+                "coefficient": engine.optimizer.step_stats["clip_coefficient"],
+            }
+            engine.destroy()
+    return out
+
+
+def wandb_config(rank: int, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's own W&B monitor, offline."""
+    from tests.dist import tiny
+
+    os.environ["WANDB_DIR"] = str(folder)
+    settings = tiny.config(2, sparsity=0.9, top={"wandb": {"enabled": True, "project": "pain"}})
+    engine = tiny.start(settings)
+    tiny.train_step(engine, 0, rank)
+    engine.destroy()
+    if rank == 0:
+        import wandb
+
+        wandb.finish()
+    return {"settings": settings}
+
+
 def main() -> None:
     folder = Path(worker.args()[0])
     rank, _ = worker.init()
-    checks = (overflow, accumulation, no_sync, tied, groups_and_rates, weights_only, clients)
+    checks = (
+        overflow, accumulation, no_sync, tied, groups_and_rates, weights_only, clients, clip_norm, wandb_config,
+    )  # fmt: skip
     report = {check.__name__: check(rank, folder) for check in checks}
     report["imports"] = sorted(name for name in sys.modules if "onebit" in name or "zoadam" in name)
     worker.report(report)

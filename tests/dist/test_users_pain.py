@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from evals.report.wandb_file import read_wandb
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -21,8 +22,13 @@ SCRIPT = Path(__file__).with_name("rank_pain.py")
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["W2", "W3"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(SCRIPT, request.param, [tmp_path_factory.mktemp("pain")])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    return request.param, tmp_path_factory.mktemp("pain")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: tuple[int, Path]) -> list[dict[str, Any]]:
+    return run_ranks(SCRIPT, folder[0], [folder[1]])
 
 
 def test_8432_an_fp16_overflow_does_not_poison_the_momentum(ranks: list[dict[str, Any]]) -> None:
@@ -94,6 +100,31 @@ def test_281_153_optimizers_of_the_script(ranks: list[dict[str, Any]]) -> None:
     """#281, #153: an optimizer passed by the script was refused with ZeRO, or replaced by another in silence."""
     for result in ranks:
         assert all(case == ["ScapeZeroOptimizer", True, True] for case in result["clients"].values())
+
+
+def test_7220_the_reported_norm_is_that_before_clipping(ranks: list[dict[str, Any]]) -> None:
+    """#7220: norms far above the clip were logged, and nobody could tell whether clipping acted at all."""
+    for result in ranks:
+        for name, found in result["clip_norm"].items():
+            sparsity, clip = map(float, name.split("-"))
+            assert found["reported"] == pytest.approx(1, rel=1e-4)
+            coefficient = min(1.0, found["clip"]) if clip else 1.0
+            assert coefficient < 0.1 or not clip
+            assert found["coefficient"] == pytest.approx(coefficient, rel=1e-4)
+            if sparsity:  # the first mask of all takes a tenth of the elements, so no more than the whole norm
+                assert 0 < found["taken"] <= coefficient * (1 + 1e-4)
+            else:
+                assert found["taken"] == pytest.approx(coefficient, rel=1e-4)
+
+
+def test_7494_wandb_learns_the_configuration(ranks: list[dict[str, Any]], folder: tuple[int, Path]) -> None:
+    """#7494: DeepSpeed's W&B monitor logs curves, but not the ZeRO and parallel settings they came from."""
+    (log,) = folder[1].glob("wandb/offline-run-*/*.wandb")  # of rank 0 alone
+    config, rows = read_wandb(log).config, read_wandb(log).history
+    assert config["deepspeed"] == ranks[0]["wandb_config"]["settings"]
+    assert config["zero_stage"] == 2 and config["world_size"] == folder[0]
+    assert config["scape"]["sparsity"] == 0.9 and config["scape"]["normalizer"] == "ema"
+    assert any("Train/Scape/bytes_total" in row for row in rows)
 
 
 def test_1197_5046_compression_with_zero_needs_no_one_bit_optimizer(ranks: list[dict[str, Any]]) -> None:

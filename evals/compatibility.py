@@ -1,0 +1,100 @@
+"""The tests on the oldest and the newest DeepSpeed and on two versions of torch.
+
+    python -m evals.compatibility                                  # every pair; about half an hour each on 2 cores
+    python -m evals.compatibility --pairs 0.16.9/2.13.0 -- tests/unit
+    python -m evals.readme                                         # the README's table
+
+Each pair (DeepSpeed/torch) gets a virtual environment of its own under runs/compatibility/ and runs launch/test.sh, the
+command of CI. Torch before 2.13 comes from PyPI with CUDA, 5 GB on the disk; --remove deletes an environment after its
+run. evals/results/compatibility.json keeps the newest result of each pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from evals.files import write
+from evals.provenance import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "evals" / "results" / "compatibility.json"
+PAIRS = ("0.16.9/2.13.0", "0.19.8/2.13.0", "0.16.9/2.6.0", "0.19.8/2.6.0")
+
+
+def run_tests(pair: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """launch/test.sh in the pair's own environment: how many passed, and the names of those that failed."""
+    deepspeed, torch = pair.split("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    junit = folder / "junit.xml"
+    junit.unlink(missing_ok=True)
+    env = {
+        **os.environ,
+        "VENV": str(folder / "venv"),
+        "DEEPSPEED_SPEC": f"deepspeed=={deepspeed}",
+        "TORCH_SPEC": f"torch=={torch}",
+    }
+    begin = time.monotonic()
+    with open(folder / "log", "wb") as log:
+        command = ["bash", "launch/test.sh", f"--junitxml={junit}", *arguments]
+        subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+    if not junit.exists():
+        raise RuntimeError(f"{pair}: no test ran; see {folder / 'log'}")
+    return {**read_junit(junit), "minutes": round((time.monotonic() - begin) / 60, 1)}
+
+
+def read_junit(path: Path) -> dict[str, Any]:
+    """Counts of a pytest report, and what failed."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases
+              if case.find("failure") is not None or case.find("error") is not None]  # fmt: skip
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
+
+
+def versions(venv: Path) -> dict[str, str]:
+    """What the environment really holds."""
+    code = (
+        "import importlib.metadata as m, json, platform; print(json.dumps({'python': platform.python_version(), "
+        "**{n: m.version(n) for n in ('deepspeed', 'torch', 'triton', 'numpy', 'pydantic', 'transformers')}}))"
+    )
+    done = subprocess.run([str(venv / "bin" / "python"), "-c", code], check=True, capture_output=True, text=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m evals.compatibility", description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", nargs="+", default=list(PAIRS), metavar="DEEPSPEED/TORCH")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "compatibility")
+    parser.add_argument("--remove", action="store_true", help="delete each environment after its run")
+    parser.add_argument("pytest", nargs="*", metavar="-- ARGUMENT", help="for pytest; a part is not recorded")
+    args = parser.parse_args()
+    bad = [pair for pair in args.pairs if pair.count("/") != 1]
+    if bad:
+        parser.error(f"--pairs {bad[0]}: give DEEPSPEED/TORCH, such as {PAIRS[0]}")
+    failed = False
+    for pair in args.pairs:
+        folder = args.folder / pair.replace("/", "-")
+        result = {**run_tests(pair, folder, args.pytest), **versions(folder / "venv"), "run": provenance()}
+        print(json.dumps({"pair": pair, **result}), flush=True)
+        failed |= bool(result["failed"])
+        if not args.pytest:
+            known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+            write(RESULT, json.dumps({**known, pair: result}, indent=1, sort_keys=True) + "\n")
+        if args.remove:
+            shutil.rmtree(folder / "venv")
+    if failed:
+        sys.exit("evals.compatibility: not every test passed")
+
+
+if __name__ == "__main__":
+    main()
