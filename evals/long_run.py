@@ -80,7 +80,9 @@ def complaints(grown: Sequence[dict[str, float]], values: Sequence[float]) -> li
     for rank, own in enumerate(grown):
         if own["rss_grown"] > MEMORY:
             found.append(f"rank {rank} holds {own['rss_grown'] / 2**20:.1f} MiB more at the end")
-        found += [f"rank {rank} holds {own[f'{n}_grown']:g} {n} more" for n in ("fds", "threads") if own[f"{n}_grown"] > 0]
+        for name in ("fds", "threads"):
+            if own[f"{name}_grown"] > 0:
+                found.append(f"rank {rank} holds {own[f'{name}_grown']:g} {name} more")
     if values[-1] > min(values) + DRIFT:
         found.append(f"the validation loss ends at {values[-1]:.4f}, its best was {min(values):.4f}")
     return found
@@ -101,8 +103,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scape-long-") as folder:
         output = Path(folder) / "job"
         job = LaunchedJob(output, args.ranks, [
-            "--deepspeed_config", "ds_configs/zero2_scape99_fp32.json", "--data", "embedded", "--steps", str(args.steps),
+            "--deepspeed_config", "ds_configs/zero2_scape99_fp32.json", "--data", "embedded",
             "--set", "optimizer.params.check_replicas=100", "--lr-schedule", "cosine", "--lr-warmup", "100",
+            "--steps", str(args.steps),
             "--eval-every", str(max(1, args.steps // 20)), "--save-every", str(max(1, args.steps // 8)),
             "--log-every", "10",
         ])  # fmt: skip
@@ -114,6 +117,7 @@ def main() -> None:
             sys.exit(f"evals.long_run: the run failed\n{job.log.read_text(errors='replace')[-3000:]}")
         _, steps, summary = read_metrics(output / "metrics.jsonl")
     values = [record["val_loss"] for record in steps if "val_loss" in record]
+    norms = [record["scape/residual_norm"] for record in steps if "scape/residual_norm" in record]
     grown = [growth(own, args.steps) for own in samples]
     found = complaints(grown, values)
     report: dict[str, Any] = {
@@ -124,9 +128,9 @@ def main() -> None:
         "complaints": found,
         "grown": grown,
         "val_loss": values,
-        "residual_norm": [record["scape/residual_norm"] for record in steps if "scape/residual_norm" in record][:: max(1, args.steps // 2000)],
+        "residual_norm": norms[:: max(1, len(norms) // KEPT)],
         "samples": [thinned(own) for own in samples],
-    }  # fmt: skip
+    }
     write(args.output, json.dumps(report, indent=1) + "\n")
     print(json.dumps({key: value for key, value in report.items() if key != "samples"}, indent=1))
     if found:

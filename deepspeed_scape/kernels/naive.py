@@ -16,26 +16,32 @@ from deepspeed_scape.encoding import ESCAPE, MaskCode, check_masks
 from deepspeed_scape.mask import Moments, pending_moment, select_top, top_of_blocks
 from deepspeed_scape.residual import CHUNK, chunks
 
+SQUARED = 16 * CHUNK  # elements; a call of torch for each CHUNK would cost twice what the squares do
+
 
 def sum_squares(grads: Sequence[Tensor]) -> Tensor:
     """Pieces are summed in fp32 and their sums in fp64.
 
-    A piece of finite values too large for fp32 squares is done again in fp64, so that only a real inf or nan can cause
-    a skipped step.
+    Finite values too large for fp32 squares are done again in fp64, so that only a real inf or nan can cause a skipped
+    step.
     """
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
     for grad in grads:
         flat = grad.reshape(-1)
-        for piece in chunks(flat.numel(), flat.device):
-            total += _sum_squares_piece(flat[piece])
+        if flat.device.type != "cpu":
+            total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+            continue
+        for start in range(0, flat.numel(), SQUARED):
+            total += _sum_squares_piece(flat[start : start + SQUARED].float())
     return total
 
 
-def _sum_squares_piece(values: Tensor) -> Tensor:
-    if values.device.type != "cpu":
-        return torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    values = values.float()
-    part = torch.dot(values, values).double()
+def _sum_squares_piece(values: Tensor) -> Tensor:  # (n,) fp32 on a CPU, n <= SQUARED
+    whole = values.numel() // CHUNK * CHUNK
+    part = torch.dot(values[whole:], values[whole:]).double()
+    if whole:  # one call for many dot products of CHUNK elements each
+        rows = values[:whole].view(-1, 1, CHUNK)
+        part += torch.bmm(rows, rows.transpose(1, 2)).sum(dtype=torch.float64)
     return part if torch.isfinite(part) else torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 

@@ -1,7 +1,9 @@
 """The comparison: every method at every bandwidth inside one set of processes, round-robin.
 
-A round is one block of steps of each method, between barriers; odd rounds go through the methods backwards, so that a
-machine that gets slower or faster hits both ends alike. Ratios are taken inside a round and their median is reported.
+A round is one block of steps of each method, between barriers. Methods of like speed are neighbours in it, since they
+are what is compared closely and a machine's speed wanders within seconds; odd rounds go backwards, so that a machine
+that gets slower or faster hits both ends alike. Ratios are taken inside a round and their median is reported; quick
+methods take part in more rounds than slow ones.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from evals.network.methods import METHODS
 from evals.network.ranks import Ranks
 
 WARM_STEPS = 4  # PowerSGD starts compressing at its third
-SLOW_MS = 400.0  # a step this long is measured alone and without a lead: caches and what is in flight don't matter
+LONG_MS, SLOW_MS = 300.0, 800.0  # of steps so long a block has 2, or 1 without a lead: caches don't matter then
 ROUNDS_OF_SLOW = {5000.0: 1, 1000.0: 2}  # ms a step: rounds; the network's share of such a step hardly varies
 DISTURBED, TRIES = 0.04, 3  # share of the processors that others may use during a block; how often it is tried
 PROBE_SIZES = (4, 1 << 20, 1 << 23)  # bytes of the bare all-reduces
@@ -34,7 +36,7 @@ class Settings:
     micro_batch: int = 1
     mbits: tuple[float | None, ...] = (None, 1000.0, 200.0, 100.0)
     methods: tuple[str, ...] = tuple(METHODS)
-    rounds: int = 4
+    rounds: int = 8
     steps: int = 3  # in a block
     minutes: float = 7.0  # for one number of hosts; rounds are left out when it gets late, down to MIN_ROUNDS
     cache: Path = Path("runs/tokens")
@@ -80,7 +82,7 @@ def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
         "do": "block",
         "method": method,
         "lead": 1 if overlapped or not slow else 0,
-        "steps": 1 if slow else steps,
+        "steps": 1 if slow else min(steps, 2) if last_ms > LONG_MS else steps,
     }
 
 
@@ -131,11 +133,12 @@ class Comparison:
         """All methods at one bandwidth: ``rounds`` rounds, fewer once ``deadline`` (time.monotonic) has passed."""
         self.hosts.shape(mbit)
         rows = {n: Row(self.hosts.count, mbit, n, self.params) for n in self.settings.methods}
+        by_speed = sorted(self.settings.methods, key=lambda name: self.last_ms[name])
         for number in range(self.settings.rounds):
             if number >= MIN_ROUNDS and time.monotonic() > deadline:
                 break
             began = time.monotonic()
-            for name in order_of(self.settings.methods, number):
+            for name in order_of(by_speed, number):
                 if number < rounds_of(self.last_ms[name], self.settings.rounds):
                     self._block(rows[name], number, deadline)
             took = time.monotonic() - began

@@ -106,6 +106,7 @@ def test_blocks() -> None:
     """SCAPE always gets a lead: at a block's start a mask must be in flight as at its end."""
     assert block_request("zero2", 3000, 3) == {"do": "block", "method": "zero2", "lead": 0, "steps": 1}
     assert block_request("zero2", 100, 3)["lead"] == 1 and block_request("zero2", 100, 3)["steps"] == 3
+    assert block_request("zero2", 500, 3)["lead"] == 1 and block_request("zero2", 500, 3)["steps"] == 2
     assert block_request("scape99", 3000, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 1}
 
 
