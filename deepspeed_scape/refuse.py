@@ -33,7 +33,17 @@ def check_engine(engine: Any) -> None:
         ScapeConfigError: names the key, the value and the remedy.
     """
     name, params = json_optimizer(engine)
-    client = engine.client_optimizer
+    check_optimizer(name, params, engine.client_optimizer)
+    if name in OPTIMIZER_NAMES or isinstance(engine.client_optimizer, Scape):
+        check_settings(engine._config)
+
+
+def check_optimizer(name: str | None, params: dict[str, Any], client: Any = None) -> None:
+    """Check the optimizer section of a JSON, beside what the script itself passes.
+
+    Raises:
+        ScapeConfigError: names the key, the value and the remedy.
+    """
     if name in OPTIMIZER_NAMES:
         if client is not None:
             raise ScapeConfigError(
@@ -49,8 +59,6 @@ def check_engine(engine: Any) -> None:
             f"an option of SCAPE, but optimizer.type is {name!r}",
             'set "type": "SCAPE" or remove the option',
         )
-    if name in OPTIMIZER_NAMES or isinstance(client, Scape):
-        check_settings(engine._config)
 
 
 def json_optimizer(engine: Any) -> tuple[str | None, dict[str, Any]]:

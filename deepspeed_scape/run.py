@@ -1,6 +1,7 @@
 """Run a training script with SCAPE registered, without touching the script.
 
 deepspeed --module deepspeed_scape.run train.py --deepspeed_config ds.json
+python -m deepspeed_scape.run --doctor --deepspeed_config ds.json      # what would it do here? (doctor.py)
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import sys
 
 import deepspeed_scape
 
-USAGE = "usage: deepspeed [launcher options] --module deepspeed_scape.run SCRIPT [script options]"
+USAGE = """usage: deepspeed [launcher options] --module deepspeed_scape.run SCRIPT [script options]
+       python -m deepspeed_scape.run --doctor [--deepspeed_config JSON] [--params N] [--ranks N]"""
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
@@ -28,6 +30,10 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 def main() -> None:
     """Run the script as ``__main__``, with its own folder first on the path, as python itself would."""
     deepspeed_scape.register()
+    if sys.argv[1:2] == ["--doctor"]:
+        from deepspeed_scape import doctor
+
+        sys.exit(doctor.main(sys.argv[2:]))
     script, arguments = split_arguments(sys.argv[1:])
     sys.argv = [script, *arguments]
     sys.path[0] = str(_folder(script))

@@ -1,4 +1,4 @@
-"""Fill the console examples of docs/planner.md: under each `$ command` stands what it prints.
+"""Fill what a program knows into docs/: under each `$ command` of planner.md what it prints; the table of memory.md.
 
 python -m evals.docs            # writes
 python -m evals.docs --check    # fails when the page says something else
@@ -13,9 +13,13 @@ import shlex
 import sys
 from pathlib import Path
 
+from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.__main__ import main as plan
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE, MEMORY = DOCS / "planner.md", DOCS / "memory.md"
+TABLE = re.compile(r"<!-- memory -->\n.*?<!-- /memory -->", re.DOTALL)
+RANKS = (2, 8, 32)
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PREFIX = "$ python -m deepspeed_scape.plan "
 
@@ -38,11 +42,34 @@ def filled(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
+def memory_table() -> str:
+    """Bytes a parameter and rank, dense and sparse, from the planner."""
+    lines = [f"| | {' | '.join(f'W = {ranks}' for ranks in RANKS)} |", "|---|" + "---|" * len(RANKS)]
+    for dtype in ("fp32", "bf16"):
+        dense = [memory.dense(1, ranks, dtype) for ranks in RANKS]
+        lines.append(_line(f"AdamW, ZeRO-1, {dtype}", dense))
+        for sparsity in (0.9, 0.99):
+            for residual in ("fp32", "bf16"):
+                held = [memory.scape(1, ranks, 1 - sparsity, dtype, residual) for ranks in RANKS]
+                lines.append(_line(f"SCAPE {sparsity:.0%}, {dtype}, residual in {residual}", held))
+    return "\n".join(lines)
+
+
+def _line(name: str, values: list[float]) -> str:
+    return f"| {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |"
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is filled, as it should be."""
+    table = f"<!-- memory -->\n{memory_table()}\n<!-- /memory -->"
+    return {PAGE: filled(PAGE.read_text()), MEMORY: TABLE.sub(lambda _: table, MEMORY.read_text())}
+
+
 def main() -> None:
-    text = PAGE.read_text()
-    if "--check" in sys.argv:
-        sys.exit(None if filled(text) == text else f"{PAGE} is out of date: run python -m evals.docs")
-    PAGE.write_text(filled(text))
+    for page, text in pages().items():
+        if "--check" in sys.argv and page.read_text() != text:
+            sys.exit(f"{page} is out of date: run python -m evals.docs")
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ MIN_ROUNDS = 2
 
 @dataclass
 class Row:
-    """One method at one bandwidth on one number of hosts; a probe's method is ``probe-<bytes>``."""
+    """One method at one bandwidth on one number of hosts; a probe's method is ``probe-<bytes>`` or ``probe-gather``."""
 
     hosts: int
     mbit: float | None
@@ -60,6 +60,7 @@ class Row:
     counted_bytes: float = 0.0  # the same by SCAPE's own counter
     laps: dict[str, float] = field(default_factory=dict)  # SCAPE: ms of the parts of a step
     others: float = 0.0  # largest share of the processors that anything else used during a block
+    compute_ms: dict[int, float] = field(default_factory=dict)  # by round: forward and backward, mean over the ranks
 
     @property
     def median_ms(self) -> float:
@@ -150,6 +151,7 @@ class Comparison:
     def _block(self, row: Row, number: int, deadline: float) -> None:
         replies, others = self._undisturbed(row.method, deadline)
         self.last_ms[row.method] = row.ms[number] = step_ms(row.method, [reply["ms"] for reply in replies])
+        row.compute_ms[number] = statistics.fmean(reply["compute"] for reply in replies)
         row.others = max(row.others, others)
         done = len(row.ms)
         for name, key in (("interface_bytes", "interface"), ("counted_bytes", "counted")):
@@ -179,7 +181,9 @@ class Comparison:
         rows = []
         for i, size in enumerate(PROBE_SIZES):
             ms = max(reply["seconds"][i] for reply in replies) * 1e3
-            rows.append(Row(self.hosts.count, mbit, f"probe-{size}", self.params, {0: ms}, float(size)))
+            rows.append(Row(self.hosts.count, mbit, f"probe-{size}", self.params, {0: ms}, interface_bytes=float(size)))
+        ms = max(reply["gather"] for reply in replies) * 1e3
+        rows.append(Row(self.hosts.count, mbit, "probe-gather", self.params, {0: ms}, interface_bytes=PROBE_SIZES[-1]))
         return rows
 
 

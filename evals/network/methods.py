@@ -7,6 +7,7 @@ runs torch's fused AdamW, the fastest on a CPU, and clips at the shipped configu
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +75,7 @@ METHODS = {
         Method(name="mock99", title="mock of 99% (the ceiling)", kind="mock", like="scape99"),
     )
 }
+ALIKE = tuple(n for n, m in METHODS.items() if m.kind in ("local", "mock") or m.is_scape)  # nothing sent in a backward
 PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-owner", "zero2-bf16", "zero2-bf16-comm")
 SCAPES = tuple(name for name, method in METHODS.items() if method.is_scape)
 
@@ -83,6 +85,7 @@ class Trainable(Protocol):
 
     model: nn.Module
     optimizer: Any
+    compute_ms: float  # forward and backward of the last step, with what a method sends under its backward
 
     def step(self, tokens: Tensor) -> None:  # (B, seq + 1) int64
         """Forward, backward and optimizer step."""
@@ -118,7 +121,9 @@ class LocalStep:
         self.message = torch.zeros(int(nbytes * world / (2 * max(1, world - 1))), dtype=torch.uint8)
 
     def step(self, tokens: Tensor) -> None:
+        begin = time.perf_counter()
         next_token_loss(self.model, tokens).backward()
+        self.compute_ms = (time.perf_counter() - begin) * 1e3
         nn.utils.clip_grad_norm_(self.params, CLIP)
         if self.message.numel():
             dist.all_reduce(self.message)
@@ -155,7 +160,9 @@ class DataParallel:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, **shipped)
 
     def step(self, tokens: Tensor) -> None:
+        begin = time.perf_counter()
         next_token_loss(self.model, tokens).backward()
+        self.compute_ms = (time.perf_counter() - begin) * 1e3
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -204,7 +211,9 @@ class Engine:
         self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def step(self, tokens: Tensor) -> None:
+        begin = time.perf_counter()
         self.engine.backward(next_token_loss(self.engine, tokens))
+        self.compute_ms = (time.perf_counter() - begin) * 1e3
         self.engine.step()
 
     def finish(self) -> None:

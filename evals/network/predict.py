@@ -1,14 +1,15 @@
 """The planner against the measurements: what it says for each row, and how far off it is.
 
-Taken from the measurements, all of it without a shaped network: the time of compute alone, what each method does beside
-it (its unshaped ratio to compute, less the network's share), the latency of a bare 4-byte all-reduce, and the unshaped
-bandwidth of a bare 8 MiB one. Everything at 1 Gbit, 200 Mbit and 100 Mbit follows from the nominal bandwidth and 0.956,
-the share of a shaped Ethernet link that TCP's payload gets. The unshaped rows are the calibration itself.
+Taken from the measurements: forward and backward at each setting (``Table.compute``), as a user gives them with
+--compute-ms; and, all of it without a shaped network, what each method does beside them, less the network's share, the
+latency of a bare 4-byte all-reduce, and the unshaped bandwidth of a bare 8 MiB one. The rest at 1 Gbit, 200 Mbit and 100
+Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets. One thing
+the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from a bare one of 8 MiB
+at the fastest shaped bandwidth. The unshaped rows are the calibration itself.
 """
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 
 from deepspeed_scape.plan.cluster import Cluster, Link
@@ -48,17 +49,27 @@ def cluster_of(table: Table, setting: Setting, method: Method) -> Cluster:
     return Cluster(nodes=hosts, gpus_per_node=1, inter=link, intra=link, algorithm=algorithm)  # type: ignore[arg-type]
 
 
-def predicted(method: Method, work: Workload, cluster: Cluster, sent: float) -> Prediction:
+def gather_factor(table: Table, hosts: int) -> float:
+    """Time of gloo's all-gather in units of the planner's ring; 1 where no shaped one was measured."""
+    probes = [row for row in table.probes if row.method == "probe-gather" and row.hosts == hosts and row.mbit is not None]
+    if not probes:
+        return 1.0
+    fastest = max(probes, key=lambda row: row.mbit or 0.0)
+    cluster = cluster_of(table, (hosts, fastest.mbit), METHODS["zero2"])
+    return max(1.0, fastest.median_ms / 1e3 / cluster.all_gather(PROBE_SIZES[-1]))
+
+
+def predicted(method: Method, work: Workload, cluster: Cluster, sent: float, gather_factor: float = 1.0) -> Prediction:
     """The planner's row for a method; ``sent`` is what a rank of a low-rank or mock method sends, in bytes."""
     if method.is_scape:
         return predict_scape(work, cluster, 0.99 if "99" in method.name else 0.9)
     if method.kind == "engine":
-        full = predict_dense(work, cluster)
-        if method.name != "zero2-bf16-comm":
-            return full
-        half = predict_dense(replace(work, dtype="bf16"), cluster, "ddp")  # the reduce in bf16, the gather in fp32
-        gather = full.network - predict_dense(work, cluster, "ddp").network
-        return replace(full, network=half.network + gather, step=half.step + gather)
+        full, reduced = predict_dense(work, cluster), predict_dense(work, cluster, "ddp")
+        gather = (full.network - reduced.network) * gather_factor
+        if method.name == "zero2-bf16-comm":  # the reduce in bf16, the gather in fp32
+            reduced = predict_dense(replace(work, dtype="bf16"), cluster, "ddp")
+        network = reduced.network + gather
+        return replace(full, network=network, step=full.step - full.network + network)
     if method.kind == "local":
         none = Link(latency=0.0, bandwidth=float("inf"))
         return predict_dense(work, replace(cluster, inter=none, intra=none), "ddp")
@@ -71,25 +82,40 @@ def predicted(method: Method, work: Workload, cluster: Cluster, sent: float) -> 
 
 def check_method(table: Table, name: str, hosts: int) -> list[Check]:
     """A method's rows on one number of hosts."""
-    method, free = METHODS[name], (hosts, None)
-    settings = [s for s in table.settings if s[0] == hosts]
-    compute_rows = [row for s in settings if (row := table.get(s, "compute"))]
-    own, ratio = table.get(free, name), table.ratio(free, name, "compute")
-    if own is None or ratio is None or not compute_rows:
+    method, free, factor = METHODS[name], (hosts, None), gather_factor(table, hosts)
+    own, compute = table.get(free, name), table.compute(free)
+    if own is None or compute is None:
         return []
-    compute = statistics.median(ms for row in compute_rows for ms in row.ms.values()) / 1e3
     dtype = "bf16" if name in ("zero2-bf16", "ddp-bf16") else "fp32"
-    bare = Workload(params=own.params, compute=compute, dtype=dtype, dense_local=0.0, scape_local=0.0)  # type: ignore[arg-type]
-    network = predicted(method, bare, cluster_of(table, free, method), own.interface_bytes).network
-    local = ratio * compute - compute - network
-    work = replace(bare, dense_local=local, scape_local=local)
-    checks = []
-    for setting in settings:
-        row = table.get(setting, name)
-        if row is not None:
-            step = predicted(method, work, cluster_of(table, setting, method), own.interface_bytes).step
-            checks.append(Check(setting=setting, method=name, predicted=step * 1e3, measured=row.median_ms))
-    return checks
+
+    def step(setting: Setting, local: float) -> Prediction:  # ms of compute and local work, seconds in the result
+        work = Workload(
+            params=own.params,
+            compute=(table.compute(setting) or compute) / 1e3,
+            dtype=dtype,  # type: ignore[arg-type]
+            dense_local=local / 1e3,
+            scape_local=local / 1e3,
+        )
+        return predicted(method, work, cluster_of(table, setting, method), own.interface_bytes, factor)
+
+    local = _measured(table, free, name) - compute - step(free, 0.0).network * 1e3
+    return [
+        Check(
+            setting=setting,
+            method=name,
+            predicted=step(setting, local).step * 1e3,
+            measured=_measured(table, setting, name),
+        )
+        for setting in table.settings
+        if setting[0] == hosts and table.get(setting, name) is not None
+    ]
+
+
+def _measured(table: Table, setting: Setting, name: str) -> float:
+    """Median ms of a step, with forward and backward on level terms where a method runs nothing beside them."""
+    row, beside, compute = table.get(setting, name), table.beside(setting, name), table.compute(setting)
+    assert row is not None
+    return row.median_ms if beside is None or compute is None else compute + beside
 
 
 def check_all(table: Table) -> list[Check]:

@@ -10,6 +10,7 @@ import os
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -92,7 +93,8 @@ class Rank:
         """Some consecutive steps of one method, between two barriers.
 
         ``lead`` steps come before the clock starts, so that an overlapped message in flight at the start stands for
-        the one in flight at the end. Returns ms of each step, and bytes a step by the interface and by SCAPE's counter.
+        the one in flight at the end. Returns ms of each step, mean ms of their forwards and backwards, and bytes a step
+        by the interface and by SCAPE's counter.
         """
         import torch.distributed as dist
 
@@ -100,6 +102,7 @@ class Rank:
 
         name, lead, steps = request["method"], request["lead"], request["steps"]
         trained, counted, laps = self.methods[name], 0.0, []
+        compute = []
         dist.barrier()
         sent = interface_bytes()
         for _ in range(lead):
@@ -108,6 +111,7 @@ class Rank:
         clock = [time.perf_counter()]
         for _ in range(steps):
             self._step(name)
+            compute.append(trained.compute_ms)
             stats = trained.stats()
             counted += stats.get("bytes_total", 0.0)
             laps.append({key: ms for key, ms in stats.items() if key.startswith("ms_")})
@@ -116,6 +120,7 @@ class Rank:
         dist.barrier()
         return {
             "ms": [(end - begin) * 1e3 for begin, end in zip(clock, clock[1:], strict=False)],
+            "compute": statistics.fmean(compute),
             "interface": (interface_bytes() - sent) / (lead + steps),
             "counted": counted / (lead + steps),
             "laps": {key: statistics.fmean(lap[key] for lap in laps) for key in laps[0]} if laps[0] else {},
@@ -126,21 +131,26 @@ class Rank:
         self.steps[name] += 1
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Median seconds of a bare all-reduce of each size in bytes: what the planner calls alpha and beta."""
+        """Median seconds of a bare all-reduce of each size in bytes, and of an all-gather to the largest."""
         import torch
         import torch.distributed as dist
 
-        seconds = []
-        for nbytes in request["sizes"]:
-            message = torch.zeros(nbytes // 4)
+        def median(call: Callable[[], object]) -> float:
             times = []
             for _ in range(request["repeat"]):
                 dist.barrier()
                 start = time.perf_counter()
-                dist.all_reduce(message)
+                call()
                 times.append(time.perf_counter() - start)
-            seconds.append(statistics.median(times))
-        return {"seconds": seconds}
+            return statistics.median(times)
+
+        messages = [torch.zeros(nbytes // 4) for nbytes in request["sizes"]]
+        own = messages[-1].chunk(self.world)[0].clone()
+        whole = torch.zeros(own.numel() * self.world)
+        return {
+            "seconds": [median(lambda m=message: dist.all_reduce(m)) for message in messages],  # type: ignore[misc]
+            "gather": median(lambda: dist.all_gather_into_tensor(whole, own)),
+        }
 
     def train(self, request: dict[str, Any]) -> dict[str, Any]:
         """Some steps of one method at its learning rate, after a linear warm-up; returns the seconds they took."""

@@ -19,7 +19,7 @@ from evals.network.loss import Curve
 from evals.network.loss import table as loss_table
 from evals.network.measure import Comparison, Row, Settings, block_request, order_of, rounds_of, speed, step_ms
 from evals.network.methods import METHODS
-from evals.network.predict import check_all
+from evals.network.predict import check_all, cluster_of, gather_factor
 from evals.network.report import Table, as_csv, grid, markdown, read_csv, verdicts
 
 WHERE = {
@@ -31,6 +31,13 @@ P = 10_000_000
 
 def row(method: str, ms: list[float], mbit: float | None = 200.0, sent: float = 0.0, counted: float = 0.0) -> Row:
     return Row(2, mbit, method, P, dict(enumerate(ms)), sent, counted, {"ms_reduce": 1.5} if "scape" in method else {})
+
+
+def leveled(method: str, beside: list[float], compute: list[float], mbit: float | None = 200.0) -> Row:
+    """A row whose rounds took ``compute`` ms of forward and backward, and ``beside`` more."""
+    made = row(method, [b + c for b, c in zip(beside, compute, strict=True)], mbit)
+    made.compute_ms = dict(enumerate(compute))
+    return made
 
 
 def table(scape: float = 400.0, mbit: float = 200.0, bytes_factor: float = 1.01) -> Table:
@@ -52,6 +59,23 @@ def test_ratios_use_only_rounds_that_both_have() -> None:
     fast.ms |= {2: 1.0, 3: 1.0, 4: 1.0}
     assert Table([slow, fast]).ratio((2, 200.0), "zero2", "scape99") == 2.0
     assert Table([slow]).ratio((2, 200.0), "zero2", "scape99") is None
+
+
+def test_close_rivals_are_compared_as_if_the_machine_had_been_as_fast_for_both() -> None:
+    """Each block meets another speed of the machine; what is added to forward and backward is what tells them apart."""
+    rows = [
+        leveled("compute", [10, 10, 10], [400, 500, 300]),
+        leveled("mock99", [20, 20, 20], [300, 400, 400]),
+        leveled("scape99", [38, 38, 38], [500, 400, 600]),
+    ]
+    both = Table(rows)
+    assert both.compute((2, 200.0)) == 400 and both.beside((2, 200.0), "scape99") == 38
+    assert both.level_ratio((2, 200.0), "scape99", "mock99") == pytest.approx(438 / 420)
+    assert both.level_ratio((2, 200.0), "compute", "scape99") == pytest.approx(410 / 438)
+    (verdict,) = [v for v in verdicts(both) if "the mock" in v.target]
+    assert verdict.met and verdict.found == f"{438 / 420:.3f} ({638 / 420:.3f} as it ran)"
+    rows.append(leveled("zero2", [3000, 3000, 3000], [400, 400, 400]))  # sends in its backward
+    assert Table(rows).level_ratio((2, 200.0), "zero2", "scape99") is None
 
 
 def said(table: Table, what: str) -> bool:
@@ -81,7 +105,7 @@ def test_the_speed_up_is_asked_only_where_zero_waits_for_the_network() -> None:
 
 def test_csv_comes_back_as_it_was(tmp_path: Path) -> None:
     rows = [row("compute", [1.5, 2.5], None), row("scape99", [3.25], 100.0, 5.0, 4.0), row("probe-4", [0.5], None)]
-    rows[0].ms = {0: 1.5, 3: 2.5}
+    rows[0].ms, rows[0].compute_ms = {0: 1.5, 3: 2.5}, {0: 1.0, 3: 2.0}
     path = tmp_path / "network.csv"
     path.write_text(as_csv(Table(rows), WHERE))
     assert read_csv(path) == (rows, WHERE)
@@ -213,11 +237,12 @@ def synthetic(noise: float = 1.0) -> Table:
         latency = 0.3
         one_pass = 4 * P / 2 / rate * 1e3 + latency
         rows += [
-            row("compute", [compute], mbit),
+            leveled("compute", [0.0], [compute], mbit),
             row("ddp", [compute + local + 2 * one_pass], mbit),
             row("zero2", [(compute + local + 3 * one_pass) * (noise if mbit else 1)], mbit),
-            row("mock99", [compute + 2 * latency + 0.05 * P / rate * 1e3], mbit, sent=0.05 * P),
+            leveled("mock99", [2 * latency + 0.05 * P / rate * 1e3], [compute], mbit),
         ]
+        rows[-1].interface_bytes = 0.05 * P
     probes = [(4, 0.6), (1 << 20, 0.6 + (1 << 20) / 600e6 * 1e3), (1 << 23, 0.6 + (1 << 23) / 600e6 * 1e3)]
     return Table(rows + [row(f"probe-{size}", [ms], None) for size, ms in probes])
 
@@ -226,6 +251,20 @@ def test_the_planner_is_exact_on_an_ideal_network() -> None:
     checks = check_all(synthetic())
     assert {c.method for c in checks} == {"compute", "ddp", "zero2", "mock99"} and len(checks) == 12
     assert max(abs(c.error) for c in checks) < 1e-3
+
+
+def test_what_gloos_gather_takes_is_measured_and_used() -> None:
+    """A bare all-gather that takes 1.5 times the ring's time at the fastest shaped bandwidth makes ZeRO's as slow."""
+    table = synthetic()
+    cluster = cluster_of(table, (2, 1000.0), METHODS["zero2"])
+    ideal = cluster.all_gather(1 << 23)
+    probe = row("probe-gather", [1.5 * ideal * 1e3], 1000.0)
+    slower = Table([*table.rows, *table.probes, probe])
+    assert gather_factor(slower, 2) == pytest.approx(1.5) and gather_factor(table, 2) == 1.0
+    plain, told = ({(c.method, c.setting): c.predicted for c in check_all(t)} for t in (table, slower))
+    one_pass = 4 * P / 2 / (0.956 * 100e6 / 8) * 1e3
+    assert told["zero2", (2, 100.0)] - plain["zero2", (2, 100.0)] == pytest.approx(0.5 * one_pass, rel=0.06)
+    assert told["ddp", (2, 100.0)] == plain["ddp", (2, 100.0)]
 
 
 def test_the_check_sees_a_network_that_behaves_otherwise() -> None:

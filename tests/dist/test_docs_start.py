@@ -1,0 +1,39 @@
+"""docs/start.md, followed to the letter: its JSON, its script, its command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.ports import free_port
+from tests.launch import ROOT, extensions_dir
+
+pytestmark = pytest.mark.dist
+PAGE = (ROOT / "docs" / "start.md").read_text()
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return str(found)
+
+
+def test_the_page_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(block("python"))
+    (tmp_path / "ds.json").write_text(block("json"))
+    (command,) = re.findall(r"^    (deepspeed --num_gpus 2 .*)$", PAGE, re.MULTILINE)
+    words = command.split()
+    words[:1] = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--master_port", str(free_port())]
+    env = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions_dir(),
+    }  # fmt: skip
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    told = re.findall(r"step (\d+) loss ([\d.]+) bytes sent (\d+) norm ([\d.]+)", done.stdout)
+    assert [int(step) for step, *_ in told] == [10, 20, 30, 40, 50]
+    assert float(told[-1][1]) < float(told[0][1])
+    assert len({sent for _, _, sent, _ in told}) <= 2 and int(told[-1][2]) < 15_000  # of 14,432 parameters at 90%
