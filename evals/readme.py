@@ -101,8 +101,14 @@ def network() -> str:
     hosts = " and ".join(str(count) for count in sorted({count for count, _ in table.settings}))
     return "\n".join(host_table(slow, 2, SHOWN)) + (
         f"\n\nTwo hosts. {note(where)} All methods and targets on {hosts} hosts: "
-        "[evals/results/network.md](evals/results/network.md)."
+        "[evals/results/network.md](evals/results/network.md)." + _wall_clock()
     )
+
+
+def _wall_clock() -> str:
+    """Time to one validation loss on a slow link, from evals.network loss; empty before it has been run."""
+    path = RESULTS / "loss.md"
+    return f"\n\nWall-clock to one loss:\n\n{path.read_text().strip()}" if path.exists() else ""
 
 
 def overhead() -> str:

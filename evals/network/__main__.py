@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=8, help="of quick methods")
     parser.add_argument("--steps", type=int, help="of a block, default 3; of a training run (loss), default 3000")
     parser.add_argument(
-        "--minutes", type=float, default=13.0, help="for the whole table; fewer rounds when it gets late"
+        "--minutes", type=float, default=14.0, help="for the whole table; fewer rounds when it gets late"
     )
     parser.add_argument(
         "--corpus", type=Path, default=ROOT.parent / "shared" / "data" / "corpus", help="loss: the novels"

@@ -45,6 +45,7 @@ class Settings:
 
 
 MIN_ROUNDS = 2
+UNSHAPED = 2.5  # share of the time: what the planner's check is calibrated with
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Row:
     laps: dict[str, float] = field(default_factory=dict)  # SCAPE: ms of the parts of a step
     others: float = 0.0  # largest share of the processors that anything else used during a block
     compute_ms: dict[int, float] = field(default_factory=dict)  # by round: forward and backward, mean over the ranks
+    forward_ms: dict[int, float] = field(default_factory=dict)  # the forward alone
 
     @property
     def median_ms(self) -> float:
@@ -152,6 +154,7 @@ class Comparison:
         replies, others = self._undisturbed(row.method, deadline)
         self.last_ms[row.method] = row.ms[number] = step_ms(row.method, [reply["ms"] for reply in replies])
         row.compute_ms[number] = statistics.fmean(reply["compute"] for reply in replies)
+        row.forward_ms[number] = statistics.fmean(reply["forward"] for reply in replies)
         row.others = max(row.others, others)
         done = len(row.ms)
         for name, key in (("interface_bytes", "interface"), ("counted_bytes", "counted")):
@@ -208,7 +211,7 @@ def compare(count: int, settings: Settings, say: Say) -> list[Row]:
         rows = []
         for i, mbit in enumerate(settings.mbits):
             # what is left is shared in proportion to how much longer steps get on a slower network
-            weights = [1.0 if m is None else 1.0 + 200.0 / m for m in settings.mbits[i:]]
+            weights = [UNSHAPED if m is None else 1.0 + 200.0 / m for m in settings.mbits[i:]]
             share = (deadline - time.monotonic()) * weights[0] / sum(weights)
             rows += comparison.measure(mbit, time.monotonic() + share)
     return rows

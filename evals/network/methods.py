@@ -85,7 +85,8 @@ class Trainable(Protocol):
 
     model: nn.Module
     optimizer: Any
-    compute_ms: float  # forward and backward of the last step, with what a method sends under its backward
+    forward_ms: float  # of the last step
+    compute_ms: float  # its forward and backward, with what a method sends under its backward
 
     def step(self, tokens: Tensor) -> None:  # (B, seq + 1) int64
         """Forward, backward and optimizer step."""
@@ -95,6 +96,15 @@ class Trainable(Protocol):
 
     def stats(self) -> dict[str, float]:
         """What the last step says of itself: counted bytes and milliseconds of its parts."""
+
+
+def timed(forward: Callable[[], Tensor], backward: Callable[[Tensor], Any]) -> tuple[float, float]:
+    """Milliseconds of the forward, and of both."""
+    begin = time.perf_counter()
+    loss = forward()
+    middle = time.perf_counter()
+    backward(loss)
+    return (middle - begin) * 1e3, (time.perf_counter() - begin) * 1e3
 
 
 class LocalStep:
@@ -121,9 +131,7 @@ class LocalStep:
         self.message = torch.zeros(int(nbytes * world / (2 * max(1, world - 1))), dtype=torch.uint8)
 
     def step(self, tokens: Tensor) -> None:
-        begin = time.perf_counter()
-        next_token_loss(self.model, tokens).backward()
-        self.compute_ms = (time.perf_counter() - begin) * 1e3
+        self.forward_ms, self.compute_ms = timed(lambda: next_token_loss(self.model, tokens), Tensor.backward)
         nn.utils.clip_grad_norm_(self.params, CLIP)
         if self.message.numel():
             dist.all_reduce(self.message)
@@ -160,9 +168,7 @@ class DataParallel:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, **shipped)
 
     def step(self, tokens: Tensor) -> None:
-        begin = time.perf_counter()
-        next_token_loss(self.model, tokens).backward()
-        self.compute_ms = (time.perf_counter() - begin) * 1e3
+        self.forward_ms, self.compute_ms = timed(lambda: next_token_loss(self.model, tokens), Tensor.backward)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -211,9 +217,7 @@ class Engine:
         self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def step(self, tokens: Tensor) -> None:
-        begin = time.perf_counter()
-        self.engine.backward(next_token_loss(self.engine, tokens))
-        self.compute_ms = (time.perf_counter() - begin) * 1e3
+        self.forward_ms, self.compute_ms = timed(lambda: next_token_loss(self.engine, tokens), self.engine.backward)
         self.engine.step()
 
     def finish(self) -> None:

@@ -2,10 +2,11 @@
 
 Taken from the measurements: forward and backward at each setting (``Table.compute``), as a user gives them with
 --compute-ms; and, all of it without a shaped network, what each method does beside them, less the network's share, the
-latency of a bare 4-byte all-reduce, and the unshaped bandwidth of a bare 8 MiB one. The rest at 1 Gbit, 200 Mbit and 100
-Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets. One thing
-the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from a bare one of 8 MiB
-at the fastest shaped bandwidth. The unshaped rows are the calibration itself.
+latency of a bare 4-byte all-reduce, and the unshaped bandwidth of a bare 8 MiB one. The rest at 1 Gbit, 200 Mbit and
+100 Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets. One
+thing the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from a bare
+one of 8 MiB at the fastest shaped bandwidth. Steps are taken on level terms (``Table.level_ms``), since the machine's
+speed wanders by 15% within seconds. The unshaped rows are the calibration itself.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def cluster_of(table: Table, setting: Setting, method: Method) -> Cluster:
 
 def gather_factor(table: Table, hosts: int) -> float:
     """Time of gloo's all-gather in units of the planner's ring; 1 where no shaped one was measured."""
-    probes = [row for row in table.probes if row.method == "probe-gather" and row.hosts == hosts and row.mbit is not None]
+    probes = [
+        row for row in table.probes if row.method == "probe-gather" and row.hosts == hosts and row.mbit is not None
+    ]
     if not probes:
         return 1.0
     fastest = max(probes, key=lambda row: row.mbit or 0.0)
@@ -98,24 +101,17 @@ def check_method(table: Table, name: str, hosts: int) -> list[Check]:
         )
         return predicted(method, work, cluster_of(table, setting, method), own.interface_bytes, factor)
 
-    local = _measured(table, free, name) - compute - step(free, 0.0).network * 1e3
+    local = (table.level_ms(free, name) or 0.0) - compute - step(free, 0.0).network * 1e3
     return [
         Check(
             setting=setting,
             method=name,
             predicted=step(setting, local).step * 1e3,
-            measured=_measured(table, setting, name),
+            measured=level,
         )
         for setting in table.settings
-        if setting[0] == hosts and table.get(setting, name) is not None
+        if setting[0] == hosts and (level := table.level_ms(setting, name)) is not None
     ]
-
-
-def _measured(table: Table, setting: Setting, name: str) -> float:
-    """Median ms of a step, with forward and backward on level terms where a method runs nothing beside them."""
-    row, beside, compute = table.get(setting, name), table.beside(setting, name), table.compute(setting)
-    assert row is not None
-    return row.median_ms if beside is None or compute is None else compute + beside
 
 
 def check_all(table: Table) -> list[Check]:
@@ -141,4 +137,5 @@ def markdown(checks: list[Check]) -> str:
             [METHODS[name].title, *("-" if c is None else f"{c.predicted:,.0f} ({c.error:+.0%})" for c in cells)]
         )
     headings = ["planner, ms (error)", *(f"{hosts} hosts, {speed(mbit)}" for hosts, mbit in settings)]
-    return f"### The planner against these figures\n\n{grid(headings, rows)}\n\nUnshaped rows are its calibration.\n"
+    note = "Steps on level terms (the machine's speed wanders). Unshaped rows are its calibration."
+    return f"### The planner against these figures\n\n{grid(headings, rows)}\n\n{note}\n"

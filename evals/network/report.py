@@ -15,14 +15,14 @@ from evals.network.methods import ALIKE, METHODS, PEERS, SCAPES
 SEEDS_SPEEDUP = 3.26  # of the seeds, per step, against dense ZeRO
 COLUMNS = (
     "hosts", "mbit", "method", "params", "ms", "ms_min", "ms_max", "rounds", "zero2_over", "compute_over", "over_mock",
-    "interface_bytes", "counted_bytes", "others", "ms_of_rounds", "compute_of_rounds", "laps_ms", "preset", "tokens", "commit", "date",
-    "hardware", "torch", "deepspeed", "command",
+    "interface_bytes", "counted_bytes", "others", "ms_of_rounds", "compute_of_rounds", "forward_of_rounds",
+    "laps_ms", "preset", "tokens", "commit", "date", "hardware", "torch", "deepspeed", "command",
 )  # fmt: skip
 
 LEVEL = (
-    "The machine's speed wanders by 15% within seconds. Compute only, mocks and SCAPE run the same forward and backward and "
-    "send nothing meanwhile, so what is close between them is compared with their common median in the place of each "
-    "one's own; in brackets the plain median of the ratios."
+    "The machine's speed wanders by 15% within seconds. Compute only, mocks and SCAPE run the same forward and "
+    "backward and send nothing meanwhile, so what is close between them is compared with their common median in the "
+    "place of each one's own; in brackets the plain median of the ratios."
 )
 
 Setting = tuple[int, float | None]  # hosts, Mbit/s
@@ -62,7 +62,6 @@ class Table:
             return None
         return statistics.median(a.ms[number] / b.ms[number] for number in a.ms.keys() & b.ms.keys())
 
-
     def compute(self, setting: Setting) -> float | None:
         """Median ms of forward and backward over all that do nothing else meanwhile; None without measurements."""
         rows = [row for name in ALIKE if (row := self.get(setting, name)) is not None]
@@ -75,6 +74,28 @@ class Table:
         if row is None or method not in ALIKE or not row.compute_ms:
             return None
         return statistics.median(row.ms[number] - row.compute_ms[number] for number in row.compute_ms)
+
+    def level_ms(self, setting: Setting, method: str) -> float | None:
+        """Median ms of a step, had the machine always run as fast as in the median.
+
+        What a method of ALIKE adds to its own forward and backward goes on top of everybody's median of them. Others
+        send in their backward, so only their forward tells how fast the machine was: by that factor the computation in
+        their steps is taken to have been longer or shorter. A bf16 model computes something else; its steps stay.
+        """
+        row, compute, beside = self.get(setting, method), self.compute(setting), self.beside(setting, method)
+        if row is None or compute is None:
+            return row.median_ms if row else None
+        if beside is not None:
+            return compute + beside
+        if not row.forward_ms or "_bf16" in METHODS[method].config:
+            return row.median_ms
+        usual = self._forward(setting)
+        level = [ms - (row.forward_ms[number] / usual - 1) * compute for number, ms in row.ms.items()]
+        return statistics.median(level)
+
+    def _forward(self, setting: Setting) -> float:
+        rows = [row for name in ALIKE if (row := self.get(setting, name)) is not None]
+        return statistics.median(ms for row in rows for ms in row.forward_ms.values())
 
     def level_ratio(self, setting: Setting, slower: str, faster: str) -> float | None:
         """As ``ratio``, were forward and backward as long in both as ``compute``."""
@@ -229,7 +250,8 @@ def as_csv(table: Table, provenance: dict[str, str]) -> str:
                 **{k: "" if v is None else f"{v:.4f}" for k, v in ratios.items()},
                 "interface_bytes": f"{row.interface_bytes:.0f}", "counted_bytes": f"{row.counted_bytes:.0f}",
                 "others": f"{row.others:.3f}",
-                "ms_of_rounds": _pairs(row.ms), "compute_of_rounds": _pairs(row.compute_ms), "laps_ms": laps,
+                "ms_of_rounds": _pairs(row.ms), "compute_of_rounds": _pairs(row.compute_ms),
+                "forward_of_rounds": _pairs(row.forward_ms), "laps_ms": laps,
                 **{k: provenance[k] for k in COLUMNS if k in provenance},
             }
         )  # fmt: skip
@@ -246,9 +268,9 @@ def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:
         lines = list(csv.DictReader(file))
     rows = []
     for line in lines:
-        laps, rounds, compute = (
+        laps, rounds, compute, forward = (
             dict(part.split("=") for part in line[key].split())
-            for key in ("laps_ms", "ms_of_rounds", "compute_of_rounds")
+            for key in ("laps_ms", "ms_of_rounds", "compute_of_rounds", "forward_of_rounds")
         )
         rows.append(
             Row(
@@ -258,6 +280,7 @@ def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:
                 params=int(line["params"]),
                 ms={int(number): float(ms) for number, ms in rounds.items()},
                 compute_ms={int(number): float(ms) for number, ms in compute.items()},
+                forward_ms={int(number): float(ms) for number, ms in forward.items()},
                 interface_bytes=float(line["interface_bytes"]),
                 counted_bytes=float(line["counted_bytes"]),
                 others=float(line["others"]),

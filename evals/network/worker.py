@@ -102,7 +102,7 @@ class Rank:
 
         name, lead, steps = request["method"], request["lead"], request["steps"]
         trained, counted, laps = self.methods[name], 0.0, []
-        compute = []
+        forward, compute = [], []
         dist.barrier()
         sent = interface_bytes()
         for _ in range(lead):
@@ -111,6 +111,7 @@ class Rank:
         clock = [time.perf_counter()]
         for _ in range(steps):
             self._step(name)
+            forward.append(trained.forward_ms)
             compute.append(trained.compute_ms)
             stats = trained.stats()
             counted += stats.get("bytes_total", 0.0)
@@ -120,6 +121,7 @@ class Rank:
         dist.barrier()
         return {
             "ms": [(end - begin) * 1e3 for begin, end in zip(clock, clock[1:], strict=False)],
+            "forward": statistics.fmean(forward),
             "compute": statistics.fmean(compute),
             "interface": (interface_bytes() - sent) / (lead + steps),
             "counted": counted / (lead + steps),

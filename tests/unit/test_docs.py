@@ -14,7 +14,9 @@ from deepspeed_scape import doctor
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REFUSED = re.compile(r"^\| `(\{.*?\})` \|", re.MULTILINE)
-COMMAND = re.compile(r"^(?:    |\$ )((?:[A-Z_]+=\S+ )*(?:sudo )?(?:deepspeed|python|bash|pip|accelerate|mpirun|sbatch)\b.*)$", re.M)
+COMMAND = re.compile(
+    r"^(?:    |\$ )((?:[A-Z_]+=\S+ )*(?:sudo )?(?:deepspeed|python|bash|pip|accelerate|mpirun|sbatch)\b.*)$", re.M
+)
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 # what a command line begins with, and the test that runs it or its parser on what stands there

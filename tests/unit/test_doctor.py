@@ -73,7 +73,7 @@ def test_a_batch_for_these_ranks_is_accepted(ranks: int) -> None:
 
 
 def test_costs_are_the_designs() -> None:
-    """README's bytes a parameter: 2 + 2 + 4 + 8 density + 16/W in bf16; (W-1)/W of 6 and of 0.074 less the bf16 half."""
+    """README's bytes a parameter: 2 + 2 + 4 + 8 density + 16/W in bf16; (W-1)/W of 6 and of 0.074."""
     options = ScapeOptions(sparsity=0.99)
     (_, dense_sent, dense_held), (name, sent, held) = doctor.costs(options, "bf16", 10**9, 8)
     assert name == "SCAPE 99%"

@@ -78,6 +78,20 @@ def test_close_rivals_are_compared_as_if_the_machine_had_been_as_fast_for_both()
     assert Table(rows).level_ratio((2, 200.0), "zero2", "scape99") is None
 
 
+def test_others_are_leveled_by_their_forward() -> None:
+    """A machine half as fast in one round shows in the forward; what was sent then did not get slower."""
+    slow = leveled("zero2", [3000, 3000], [400, 800])
+    slow.forward_ms = {0: 130.0, 1: 260.0}
+    usual = leveled("compute", [0, 0, 0], [400, 400, 400])
+    usual.forward_ms = {0: 130.0, 1: 130.0, 2: 130.0}
+    half = leveled("zero2-bf16", [3000], [5000])
+    half.forward_ms = {0: 1300.0}
+    both = Table([slow, usual, half])
+    assert both.level_ms((2, 200.0), "zero2") == pytest.approx(3400)
+    assert both.level_ms((2, 200.0), "compute") == 400
+    assert both.level_ms((2, 200.0), "zero2-bf16") == 8000 and both.level_ms((2, 200.0), "ddp") is None
+
+
 def said(table: Table, what: str) -> bool:
     (verdict,) = [v for v in verdicts(table) if what in v.target]
     return verdict.met
@@ -106,6 +120,7 @@ def test_the_speed_up_is_asked_only_where_zero_waits_for_the_network() -> None:
 def test_csv_comes_back_as_it_was(tmp_path: Path) -> None:
     rows = [row("compute", [1.5, 2.5], None), row("scape99", [3.25], 100.0, 5.0, 4.0), row("probe-4", [0.5], None)]
     rows[0].ms, rows[0].compute_ms = {0: 1.5, 3: 2.5}, {0: 1.0, 3: 2.0}
+    rows[0].forward_ms = {0: 0.25, 3: 0.5}
     path = tmp_path / "network.csv"
     path.write_text(as_csv(Table(rows), WHERE))
     assert read_csv(path) == (rows, WHERE)

@@ -79,7 +79,7 @@ def test_the_wheel_works_away_from_the_repository(built: dict[str, Path], tmp_pa
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(place),
         str(built["wheel"]), cwd=tmp_path)  # fmt: skip
     code = (
-        "import deepspeed_scape, deepspeed, torch; from deepspeed_scape import doctor; print(deepspeed_scape.__file__); "
+        "import deepspeed_scape, deepspeed, torch; import deepspeed_scape.doctor; print(deepspeed_scape.__file__); "
         "print(torch.optim.SCAPE.__name__)"
     )
     said = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(place)).splitlines()
