@@ -16,7 +16,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from deepspeed_scape.config import ScapeOptions
-from evals.network.report import Table, host_table, note, read_csv
+from evals.network.report import Table, host_table, note, read_table
 from evals.quality.groups import GROUPS
 from evals.quality.results import Results
 from evals.quality.table import group_table
@@ -95,9 +95,8 @@ def network() -> str:
     path = RESULTS / "network.csv"
     if not path.exists():
         return "Not measured yet on a quiet machine: `sudo python -m evals.network`."
-    rows, where = read_csv(path)
-    table = Table(rows)
-    slow = Table([row for row in rows if row.mbit is not None])
+    table, where = read_table(path)
+    slow = Table([row for row in table.rows if row.mbit is not None], table.cores)
     hosts = " and ".join(str(count) for count in sorted({count for count, _ in table.settings}))
     return "\n".join(host_table(slow, 2, SHOWN)) + (
         f"\n\nTwo hosts. {note(where)} All methods and targets on {hosts} hosts: "

@@ -5,8 +5,9 @@
     sudo python -m evals.network timeline                # what runs when in a step: a trace and a picture
     sudo python -m evals.network loss --corpus FOLDER    # wall-clock to one validation loss on a 200 Mbit link
     sudo python -m evals.network scaling                 # parameters from 1 M to 200 M, ranks from 2 to 8
+    python -m evals.network report                       # network.md once more from network.csv; measures nothing
 
-Each needs root (network namespaces, tc), ends with everything taken down, Ctrl-C included, and writes to
+All others need root (network namespaces, tc), ends with everything taken down, Ctrl-C included, and writes to
 evals/results/. Times are only worth something on a machine that does nothing else.
 """
 
@@ -29,7 +30,7 @@ from evals.network.measure import Settings, compare
 from evals.network.methods import METHODS
 from evals.network.predict import check_all
 from evals.network.ranks import RankFailed
-from evals.network.report import Table, as_csv, markdown
+from evals.network.report import Table, as_csv, markdown, read_table
 from evals.provenance import provenance
 from launch.corpus import embedded
 from launch.models import PRESETS
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m evals.network", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="table", choices=["table", "timeline", "loss", "scaling"])
+    parser.add_argument("what", nargs="?", default="table", choices=["table", "timeline", "loss", "scaling", "report"])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], help="one rank each")
     parser.add_argument("--mbit", nargs="+", default=["unshaped", "1000", "200", "100"], help="Mbit/s, or unshaped")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD",
@@ -129,10 +130,16 @@ def run_table(args: argparse.Namespace, where: dict[str, str], say: Any) -> None
         rows += compare(count, replace(settings, minutes=minutes), say)
         table = Table(rows)  # written after every number of hosts: a later failure costs only what it was at
         write(args.output / "network.csv", as_csv(table, where))
-        checks = check_all(table)
-        text = markdown(table, where) + (f"\n{predict.markdown(checks)}" if checks else "")
-        write(args.output / "network.md", text)
+        text = write_report(args, table, where)
     print(text)
+
+
+def write_report(args: argparse.Namespace, table: Table, where: dict[str, str]) -> str:
+    """Write network.md and return it."""
+    checks = check_all(table)
+    text = markdown(table, where) + (f"\n{predict.markdown(checks)}" if checks else "")
+    write(args.output / "network.md", text)
+    return text
 
 
 def run(args: argparse.Namespace) -> None:
@@ -171,6 +178,9 @@ def main() -> None:
         check(args)
     except ValueError as error:
         parser.error(str(error))
+    if args.what == "report":
+        print(write_report(args, *read_table(args.output / "network.csv")))
+        return
     if lacks := missing():
         sys.exit("evals.network can't build its hosts here:\n" + "\n".join(f"  - {line}" for line in lacks))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a background job may have been started deaf

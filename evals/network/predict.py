@@ -4,13 +4,14 @@ Taken from the measurements: forward and backward at each setting (``Table.compu
 --compute-ms; and, all of it without a shaped network, what each method does beside them, less the network's share, the
 latency of a bare 4-byte all-reduce, and the unshaped bandwidth of a bare 8 MiB one. The rest at 1 Gbit, 200 Mbit and
 100 Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets. One
-thing the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from a bare
-one of 8 MiB at the fastest shaped bandwidth. Steps are taken on level terms (``Table.level_ms``), since the machine's
-speed wanders by 15% within seconds. The unshaped rows are the calibration itself.
+thing the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from bare
+ones of 8 MiB, their median over the shaped bandwidths. Steps are taken on level terms (``Table.level_ms``), since the
+machine's speed wanders by 15% within seconds. The unshaped rows are the calibration itself.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
 
 from deepspeed_scape.plan.cluster import Cluster, Link
@@ -51,15 +52,13 @@ def cluster_of(table: Table, setting: Setting, method: Method) -> Cluster:
 
 
 def gather_factor(table: Table, hosts: int) -> float:
-    """Time of gloo's all-gather in units of the planner's ring; 1 where no shaped one was measured."""
-    probes = [
-        row for row in table.probes if row.method == "probe-gather" and row.hosts == hosts and row.mbit is not None
+    """Time of gloo's all-gather in units of the planner's ring, over the shaped bandwidths; 1 without measurements."""
+    found = [
+        row.median_ms / 1e3 / cluster_of(table, (hosts, row.mbit), METHODS["zero2"]).all_gather(PROBE_SIZES[-1])
+        for row in table.probes
+        if row.method == "probe-gather" and row.hosts == hosts and row.mbit is not None
     ]
-    if not probes:
-        return 1.0
-    fastest = max(probes, key=lambda row: row.mbit or 0.0)
-    cluster = cluster_of(table, (hosts, fastest.mbit), METHODS["zero2"])
-    return max(1.0, fastest.median_ms / 1e3 / cluster.all_gather(PROBE_SIZES[-1]))
+    return max(1.0, statistics.median(found)) if found else 1.0
 
 
 def predicted(method: Method, work: Workload, cluster: Cluster, sent: float, gather_factor: float = 1.0) -> Prediction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,9 +45,14 @@ def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 class Table:
-    """Rows by setting and method, and the ratios between them."""
+    """Rows by setting and method, and the ratios between them.
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    Args:
+        cores: of the machine they were measured on; this one's, if not said.
+    """
+
+    def __init__(self, rows: Iterable[Row], cores: int | None = None) -> None:
+        self.cores = cores or os.cpu_count() or 1
         self.rows = [row for row in rows if row.method in METHODS]
         self.probes = [row for row in rows if row.method not in METHODS]
         self.settings: list[Setting] = list(dict.fromkeys((row.hosts, row.mbit) for row in self.rows))
@@ -80,14 +86,16 @@ class Table:
 
         What a method of ALIKE adds to its own forward and backward goes on top of everybody's median of them. Others
         send in their backward, so only their forward tells how fast the machine was: by that factor the computation in
-        their steps is taken to have been longer or shorter. A bf16 model computes something else; its steps stay.
+        their steps is taken to have been longer or shorter. A bf16 model computes something else, and where ranks share
+        cores a forward is quick when the others wait for the network; such steps stay as they are.
         """
         row, compute, beside = self.get(setting, method), self.compute(setting), self.beside(setting, method)
         if row is None or compute is None:
             return row.median_ms if row else None
         if beside is not None:
             return compute + beside
-        if not row.forward_ms or "_bf16" in METHODS[method].config:
+        crowded = setting[0] > self.cores
+        if crowded or not row.forward_ms or "_bf16" in METHODS[method].config:
             return row.median_ms
         usual = self._forward(setting)
         level = [ms - (row.forward_ms[number] / usual - 1) * compute for number, ms in row.ms.items()]
@@ -260,6 +268,12 @@ def as_csv(table: Table, provenance: dict[str, str]) -> str:
 
 def _pairs(by_round: dict[int, float]) -> str:
     return " ".join(f"{number}={ms:.3f}" for number, ms in by_round.items())
+
+
+def read_table(path: Path) -> tuple[Table, dict[str, str]]:
+    """The table that :func:`as_csv` wrote, and its provenance."""
+    rows, where = read_csv(path)
+    return Table(rows, int(where["hardware"].split(" x ")[0])), where
 
 
 def read_csv(path: Path) -> tuple[list[Row], dict[str, str]]:

@@ -86,9 +86,10 @@ def test_others_are_leveled_by_their_forward() -> None:
     usual.forward_ms = {0: 130.0, 1: 130.0, 2: 130.0}
     half = leveled("zero2-bf16", [3000], [5000])
     half.forward_ms = {0: 1300.0}
-    both = Table([slow, usual, half])
+    both = Table([slow, usual, half], cores=2)
     assert both.level_ms((2, 200.0), "zero2") == pytest.approx(3400)
     assert both.level_ms((2, 200.0), "compute") == 400
+    assert Table([slow, usual], cores=1).level_ms((2, 200.0), "zero2") == pytest.approx(3600)
     assert both.level_ms((2, 200.0), "zero2-bf16") == 8000 and both.level_ms((2, 200.0), "ddp") is None
 
 

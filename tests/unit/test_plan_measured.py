@@ -7,11 +7,11 @@ import pytest
 from evals.network.__main__ import RESULTS
 from evals.network.methods import METHODS
 from evals.network.predict import NOT_MODELLED, Check, check_all
-from evals.network.report import Table, read_csv
+from evals.network.report import Table, read_table
 
 MEASURED = RESULTS / "network.csv"
 pytestmark = pytest.mark.skipif(not MEASURED.exists(), reason="not measured yet: sudo python -m evals.network")
-TABLE = Table(read_csv(MEASURED)[0] if MEASURED.exists() else [])
+TABLE = read_table(MEASURED)[0] if MEASURED.exists() else Table([])
 CHECKS = check_all(TABLE)
 
 
