@@ -3,7 +3,7 @@
 # master_port, interface, job, ...) and exported the ranks' variables.
 #
 # PYTHON  the Python of the job's environment (default: python3)
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 settings=$("${PYTHON:-python3}" "$here/preflight" "$@") || exit $?
 eval "$settings"
 

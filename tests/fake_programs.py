@@ -21,7 +21,7 @@ printf 'Welcome!\n%s\n' "$said" | sed "s/\"name\": \"[^\"]*\"/\"name\": \"$1\"/"
 exit $status
 """
 SLURM = {
-    "scontrol": r'printf "%s\n" 192.0.2.1 192.0.2.2',
+    "scontrol": r'printf "%s\n" 203.0.113.1 203.0.113.2',
     "sbatch": 'echo "sbatch: Job 7 to start at 2026-01-01T00:00:00 using 4 processors on nodes n[1-2]" >&2',
     "srun": "exit 1",
 }
@@ -40,7 +40,9 @@ def only_these(folder: Path, **programs: str) -> dict[str, str]:
     for name, body in programs.items():
         add_program(folder, name, body)
     for name in ("bash", "sh", "dirname", "sed", "env", "cat", "hostname"):
-        found = next((Path(p) / name for p in os.defpath.split(":") + ["/usr/bin", "/bin"] if (Path(p) / name).exists()), None)
+        found = next(
+            (Path(p) / name for p in os.defpath.split(":") + ["/usr/bin", "/bin"] if (Path(p) / name).exists()), None
+        )
         if found is not None and not (folder / name).exists():
             (folder / name).symlink_to(found)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI", "MPI"))}

@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if find_spec("psutil") is None:  # DeepSpeed needs it too
-    sys.exit(f"PYTHON={sys.executable}: it has no DeepSpeed; activate the environment that has, or set PYTHON to its own")
+    sys.exit(
+        f"PYTHON={sys.executable}: it has no DeepSpeed; activate the environment that has, or set PYTHON to its own"
+    )
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # run as a folder, which would be the first entry
 
 from launch.preflight.findings import Findings  # noqa: E402

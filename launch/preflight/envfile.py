@@ -42,7 +42,7 @@ def read_env(findings: Findings) -> dict[str, str]:
             elif not NAME.fullmatch(name):
                 findings.refuse(where, f"`{name}` is no variable's name", "write NAME=VALUE: no `export`, no comments")
             elif CHANGED_BY_SHELL.search(value):
-                why = 'DeepSpeed puts it between double quotes, where the other node\'s shell changes `"`, `$`, `\\`'
+                why = "DeepSpeed puts it between double quotes, where the other node's shell changes `\"`, `$`, `\\`"
                 findings.refuse(where, why, "write the plain value")
             else:
                 variables[name] = value

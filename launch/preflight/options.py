@@ -50,7 +50,7 @@ def build_parser(launcher: str) -> argparse.ArgumentParser:
     if launcher == "no-ssh":
         add("--node-rank", type=int, metavar="N", help="line of this machine in the hostfile, from 0 (default: found)")
     if launcher == "slurm":
-        add("--sbatch", default="", metavar="OPTIONS", help='for sbatch, one word: "--nodes=4 --partition=gpu"')
+        add("--sbatch", default="", metavar="OPTIONS", help='for sbatch, behind `=`: --sbatch="--nodes=4 -p gpu"')
     add("job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

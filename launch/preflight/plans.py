@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.preflight.addresses import carrier
+from launch.preflight.envfile import read_env
 from launch.preflight.environment import (
     check_nccl_interface,
     check_pdsh_environment,
@@ -17,7 +18,6 @@ from launch.preflight.environment import (
     rank_variables,
     wanted_interface,
 )
-from launch.preflight.envfile import read_env
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host, find_hostfile, locate, read_hostfile
 from launch.preflight.job import Job, check_job, count_gpus, make_job, visible_gpus
@@ -169,7 +169,9 @@ def _node_rank(hosts: Sequence[Host], asked: int | None, findings: Findings) -> 
     mine = next((at for at, host in enumerate(hosts) if carrier(host.address)), None)
     if mine is None:
         names = ", ".join(f"{host.name} ({host.address})" for host in hosts)
-        findings.refuse("this machine", f"has the address of no node: {names}", "start it on those, or correct the file")
+        findings.refuse(
+            "this machine", f"has the address of no node: {names}", "start it on those, or correct the file"
+        )
         return 0
     if asked is not None and asked != mine:
         findings.refuse(f"--node-rank {asked}", f"this machine is node {mine}, {hosts[mine].name}", "leave it out")
@@ -177,12 +179,19 @@ def _node_rank(hosts: Sequence[Host], asked: int | None, findings: Findings) -> 
 
 
 def _environment(
-    launcher: str, files: dict[str, str], meeting: Rendezvous, hosts: Sequence[Host], settings: Settings, findings: Findings
+    launcher: str,
+    files: dict[str, str],
+    meeting: Rendezvous,
+    hosts: Sequence[Host],
+    settings: Settings,
+    findings: Findings,
 ) -> None:
     """Export the ranks' variables, or for pdsh see that they are where DeepSpeed looks."""
     if launcher == "pdsh":
         check_pdsh_environment(files, meeting.interface, len(hosts), findings)
-        findings.tell("environment", "DeepSpeed's, and " + (shlex.join(f"{k}={v}" for k, v in files.items()) or "nothing"))
+        findings.tell(
+            "environment", "DeepSpeed's, and " + (shlex.join(f"{k}={v}" for k, v in files.items()) or "nothing")
+        )
         return
     variables = rank_variables(files, meeting.interface, len(hosts))
     if launcher in ("openmpi", "mpich", "slurm"):

@@ -28,8 +28,9 @@ for _ in range(20):
     engine.step()
     losses.append(float(loss))
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-result = {"optimizer": type(engine.optimizer).__name__, "losses": losses, "host": socket.gethostname(),
-          "bytes": engine.optimizer.step_stats["bytes_total"], **{name: os.environ.get(name) for name in names}}  # fmt: skip
+result = {name: os.environ.get(name) for name in names}
+result |= {"optimizer": type(engine.optimizer).__name__, "bytes": engine.optimizer.step_stats["bytes_total"]}
+result |= {"losses": losses, "host": socket.gethostname()}
 with open(f"{arguments.out}.{engine.global_rank}.json", "w") as file:
     json.dump(result, file)
 torch.distributed.barrier()

@@ -19,7 +19,9 @@ from tests.launch import ROOT, extensions_dir
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed: pip install mpi4py"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed: pip install mpi4py"
+    ),
 ]
 DS = {
     "train_micro_batch_size_per_gpu": 8,
@@ -41,7 +43,9 @@ def mpirun(kind: str, *command: str, **env: str) -> subprocess.CompletedProcess[
              "GLOO_SOCKET_IFNAME": "lo", **env}  # fmt: skip
     more = ["--oversubscribe"] if kind == "openmpi" else []
     words = [program, "-n", "2", *more, sys.executable, "-u", *command]
-    return subprocess.run(words, cwd=ROOT, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        words, cwd=ROOT, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

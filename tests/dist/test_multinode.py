@@ -35,7 +35,19 @@ LAUNCHES = {
     "mpich.sh": ((), ()),
     "no_ssh.sh": (("--master-port", "29611"), ()),
 }
-PRETRAIN = ["--", "--preset", "tiny", "--steps", "4", "--log-every", "1", "--eval-batches", "2", "--diagnose-every", "0"]
+PRETRAIN = [
+    "--",
+    "--preset",
+    "tiny",
+    "--steps",
+    "4",
+    "--log-every",
+    "1",
+    "--eval-batches",
+    "2",
+    "--diagnose-every",
+    "0",
+]
 
 
 def mpirun(kind: str) -> str:
@@ -90,11 +102,18 @@ def losses(output: Path) -> list[tuple[int, float]]:
     return [(step["step"], step["loss"]) for step in steps]
 
 
-
 @pytest.fixture(scope="module")
 def expected(nodes: Nodes, folder: Path) -> list[tuple[int, float]]:
     """The losses of two ranks on one node, by launch/one_node.sh."""
-    words = ["bash", str(LAUNCH / "one_node.sh"), *PRETRAIN, "--output", str(folder / "one"), "--cache-dir", str(folder / "cache")]
+    words = [
+        "bash",
+        str(LAUNCH / "one_node.sh"),
+        *PRETRAIN,
+        "--output",
+        str(folder / "one"),
+        "--cache-dir",
+        str(folder / "cache"),
+    ]
     done = nodes.run(0, words, folder, shell(folder))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return losses(folder / "one")
@@ -206,7 +225,9 @@ def test_what_only_nodes_can_tell(nodes: Nodes, folder: Path, tmp_path: Path) ->
     (folder / "third").write_text("node1 slots=1\nnode3 slots=1\n")
     assert "host node3: has no known address" in refused(nodes, folder, mpi, "--hostfile", "third", "who.py")
     (folder / "gone").write_text("node1 slots=1\n10.77.0.9 slots=1\n")
-    assert "host 10.77.0.9: ssh says `ssh: connect to host" in refused(nodes, folder, mpi, "--hostfile", "gone", "who.py")
+    assert "host 10.77.0.9: ssh says `ssh: connect to host" in refused(
+        nodes, folder, mpi, "--hostfile", "gone", "who.py"
+    )
     assert "--interface eth5: this machine has no such" in refused(nodes, folder, mpi, "--interface", "eth5", "who.py")
     assert "--master-addr 10.77.0.2: is no address of this machine" in refused(
         nodes, folder, mpi, "--master-addr", "10.77.0.2", "who.py"

@@ -25,7 +25,10 @@ TWO = "--nodes=2 --ntasks-per-node=1 --gpus-per-node=1"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with Nodes(2, tmp_path_factory.mktemp("nodes")) as nodes, SlurmCluster(nodes, tmp_path_factory.mktemp("slurm")) as up:
+    with (
+        Nodes(2, tmp_path_factory.mktemp("nodes")) as nodes,
+        SlurmCluster(nodes, tmp_path_factory.mktemp("slurm")) as up,
+    ):
         yield up
 
 
@@ -39,7 +42,7 @@ def run(cluster: SlurmCluster, folder: Path, *command: str, timeout: float = 200
 
 
 def test_slurm_is_asked_before_anything_is_submitted(cluster: SlurmCluster, folder: Path) -> None:
-    done = run(cluster, folder, "bash", SCRIPT, "--dry-run", "--sbatch", TWO, "who.py", "a b")
+    done = run(cluster, folder, "bash", SCRIPT, "--dry-run", f"--sbatch={TWO}", "who.py", "a b")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"env SCAPE_LAUNCH={ROOT}/launch sbatch {TWO} {SCRIPT} who.py a\\ b"
     assert "to start at" in done.stderr
@@ -49,7 +52,7 @@ def test_slurm_is_asked_before_anything_is_submitted(cluster: SlurmCluster, fold
 @pytest.mark.parametrize("options", ["--nodes=5", f"{TWO} --gpus-per-node=8", f"{TWO} --partition=nowhere"])
 def test_what_slurm_would_not_take(cluster: SlurmCluster, folder: Path, options: str) -> None:
     for words in (["--dry-run"], []):
-        done = run(cluster, folder, "bash", SCRIPT, *words, "--sbatch", options, "who.py")
+        done = run(cluster, folder, "bash", SCRIPT, *words, f"--sbatch={options}", "who.py")
         assert done.returncode == 2 and done.stdout == "" and "wrong        sbatch --test-only: " in done.stderr
     assert cluster.say("squeue", "-h", "-t", "all").strip() == ""
 
@@ -57,7 +60,7 @@ def test_what_slurm_would_not_take(cluster: SlurmCluster, folder: Path, options:
 def test_an_unedited_script_trains_in_a_job(cluster: SlurmCluster, folder: Path) -> None:
     """The script submits itself; the batch job finds its neighbours, checks again, and srun starts the ranks."""
     log = folder / "job.log"
-    done = run(cluster, folder, "bash", SCRIPT, "--sbatch", f"{TWO} --wait --output={log}", *MODULE, "slurm")
+    done = run(cluster, folder, "bash", SCRIPT, f"--sbatch={TWO} --wait --output={log}", *MODULE, "slurm")
     assert done.returncode == 0, log.read_text()[-3000:] + done.stderr
     check_reports(folder, "slurm")
     assert "rendezvous   10.77.0.1:" in log.read_text()
@@ -74,7 +77,7 @@ def test_sbatch_itself_from_the_repository(cluster: SlurmCluster, folder: Path) 
 
 def test_a_rank_that_fails_ends_the_job(cluster: SlurmCluster, folder: Path) -> None:
     log, begin = folder / "fails.log", time.monotonic()
-    done = run(cluster, folder, "bash", SCRIPT, "--sbatch", f"{TWO} --wait --output={log}", "one_fails.py")
+    done = run(cluster, folder, "bash", SCRIPT, f"--sbatch={TWO} --wait --output={log}", "one_fails.py")
     assert done.returncode != 0 and time.monotonic() - begin < 60
 
 

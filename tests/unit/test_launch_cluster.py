@@ -25,7 +25,13 @@ def discover(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
     """DeepSpeed's discovery, with an MPI that has so many ranks."""
 
     def discovery(**_: Any) -> None:
-        found = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "29500"}
+        found = {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "10.9.9.9",
+            "MASTER_PORT": "29500",
+        }
         os.environ.update(found)
 
     monkeypatch.setattr(deepspeed.comm, "mpi_discovery", discovery)

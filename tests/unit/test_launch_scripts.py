@@ -26,7 +26,7 @@ JOB_ENV = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER
 def folder(tmp_path: Path) -> Path:
     """A user's folder: two nodes that are none of this machine's addresses, an own script and its configuration."""
     (tmp_path / "launch").symlink_to(LAUNCH)
-    (tmp_path / "hostfile").write_text("192.0.2.1 slots=2\n192.0.2.2 slots=2\n")
+    (tmp_path / "hostfile").write_text("203.0.113.1 slots=2\n203.0.113.2 slots=2\n")
     (tmp_path / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={LOOPBACK}\nOMP_NUM_THREADS=1\n")
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
     (tmp_path / "ds.json").write_text("{}")
@@ -51,8 +51,8 @@ def dry(folder: Path, script: str, *words: str, **env: str) -> list[str]:
 OWN = ["train.py", "--deepspeed_config", "ds.json"]
 MODULE = ["--module", "deepspeed_scape.run", *OWN]
 IN_ENV = ["env", f"GLOO_SOCKET_IFNAME={LOOPBACK}", "OMP_NUM_THREADS=1"]
-MET = [*IN_ENV, f"NCCL_SOCKET_IFNAME={LOOPBACK}", "MASTER_ADDR=192.0.2.1", "MASTER_PORT=PORT"]
-AT = ["--master_addr", "192.0.2.1", "--master_port", "PORT"]
+MET = [*IN_ENV, f"NCCL_SOCKET_IFNAME={LOOPBACK}", "MASTER_ADDR=203.0.113.1", "MASTER_PORT=PORT"]
+AT = ["--master_addr", "203.0.113.1", "--master_port", "PORT"]
 
 
 def ranks(job: list[str]) -> list[str]:
@@ -70,7 +70,7 @@ def test_the_exact_commands(folder: Path, job: list[str]) -> None:
     assert dry(folder, "pdsh.sh", *job, **importable) == [
         DEEPSPEED, "--force_multi", "--launcher", "pdsh", *hostfile, *AT, *job
     ]  # fmt: skip
-    assert dry(folder, "pdsh.sh", "--ssh-port", "2222", *job, **importable)[6:8] == ["--ssh_port", "2222"]
+    assert dry(folder, "pdsh.sh", "--ssh-port", "2222", *job, **importable)[6:8] == ["--ssh_port", "PORT"]
     openmpi = dry(folder, "openmpi.sh", *job, **importable)
     begin = [*MET, "mpirun", *hostfile, "-n", "4", "--bind-to", "none"]
     begin += ["--mca", "btl_tcp_if_include", LOOPBACK, "--mca", "oob_tcp_if_include", LOOPBACK]
@@ -79,18 +79,18 @@ def test_the_exact_commands(folder: Path, job: list[str]) -> None:
     assert passed[::2] == ["-x"] * (len(passed) // 2)
     assert {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PYTHONPATH"} <= set(passed[1::2])
     assert dry(folder, "mpich.sh", *job, **importable) == [
-        *MET, "mpirun.mpich", "-hosts", "192.0.2.1:2,192.0.2.2:2", "-n", "4", "-iface", LOOPBACK, *as_rank
+        *MET, "mpirun.mpich", "-hosts", "203.0.113.1:2,203.0.113.2:2", "-n", "4", "-iface", LOOPBACK, *as_rank
     ]  # fmt: skip
     assert dry(folder, "slurm.sbatch", *job, **importable, **JOB_ENV) == [
         *MET, "srun", "--kill-on-bad-exit=1", *as_rank
     ]  # fmt: skip
-    assert dry(folder, "slurm.sbatch", "--sbatch", "--nodes=4 -p gpu", *job, **importable) == [
+    assert dry(folder, "slurm.sbatch", "--sbatch=--nodes=4 -p gpu", *job, **importable) == [
         "env", f"SCAPE_LAUNCH={LAUNCH}", "sbatch", "--nodes=4", "-p", "gpu", str(LAUNCH / "slurm.sbatch"), *job
     ]  # fmt: skip
     (folder / "hostfile").write_text("127.0.0.1 slots=2\n")
     assert dry(folder, "no_ssh.sh", "--master-port", "54321", *job, **importable) == [
-        *IN_ENV, DEEPSPEED, "--no_ssh", "--node_rank", "0", *hostfile, "--master_addr", "127.0.0.1", "--master_port", "PORT",
-        *job,
+        *IN_ENV, DEEPSPEED, "--no_ssh", "--node_rank", "0", *hostfile,
+        "--master_addr", "127.0.0.1", "--master_port", "PORT", *job,
     ]  # fmt: skip
 
 
@@ -109,7 +109,12 @@ def test_slurm_finds_its_neighbours_from_a_copy(folder: Path) -> None:
     programs = only_these(folder / "bin", **SLURM) | JOB_ENV
     for where in ({"SCAPE_LAUNCH": str(LAUNCH)}, {"SLURM_SUBMIT_DIR": str(folder)}):
         done = subprocess.run(
-            ["bash", copy, "--dry-run", *OWN], cwd=folder, env=programs | where, capture_output=True, text=True, timeout=60
+            ["bash", copy, "--dry-run", *OWN],
+            cwd=folder,
+            env=programs | where,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0 and " srun " in done.stdout, done.stderr
 
@@ -144,8 +149,10 @@ def test_a_python_without_deepspeed_is_named(folder: Path) -> None:
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0"}, "3 4 1 2"),
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, "3 4 1 2"),
-        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "3 4 1 2"),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2,1"}, "2 3 0 -"),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
+          "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "3 4 1 2"),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0",
+          "SLURM_STEP_TASKS_PER_NODE": "2,1"}, "2 3 0 -"),
     ],
     ids=["openmpi-in-slurm", "mpich", "srun", "srun-uneven"],
 )  # fmt: skip
@@ -167,7 +174,9 @@ def documented() -> list[str]:
     pages = [ROOT / "docs" / "multinode.md", ROOT / "README.md", *(LAUNCH / script for script, _ in LAUNCHERS.values())]
     lines = [line for page in pages for line in page.read_text().splitlines()]
     scripts = "|".join(script for script, _ in LAUNCHERS.values())
-    found = [m for line in lines if (m := re.match(rf"(?:    |#   )((?:bash|sbatch .*) launch/(?:{scripts})\b.*)", line))]
+    found = [
+        m for line in lines if (m := re.match(rf"(?:    |#   )((?:bash|sbatch .*) launch/(?:{scripts})\b.*)", line))
+    ]
     return sorted({re.split(r" {3,}", m.group(1))[0] for m in found if not m.group(1).endswith("...")})
 
 

@@ -1,4 +1,4 @@
-"""Hostfile and .deepspeed_env: what DeepSpeed would misread or fail on is refused, and all else reads as it reads it."""
+"""Hostfile and .deepspeed_env: what DeepSpeed would misread or fail on is refused, all else reads as it reads it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_which_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert find_hostfile(None) == Path("hostfile")
 
 
-PIECES = st.sampled_from(["n1", "n2", " ", "\t", "slots=", "slots", "=", "0", "2", "16", "#", "\n", "\n", "max_slots=4", "."])
+PIECES = st.sampled_from(
+    ["n1", "n2", " ", "\t", "slots=", "slots", "=", "0", "2", "16", "#", "\n", "\n", "max_slots=4", "."]
+)
 
 
 @given(st.lists(PIECES, max_size=14).map("".join))
@@ -113,8 +115,14 @@ def test_one_node_may_be_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     ("names", "says"),
     [
         ({"a": [], "b": ["10.0.0.2"]}, "host a: has no known address; add it to /etc/hosts"),
-        ({"a": ["10.0.0.1"], "b": ["127.0.1.1"]}, "host b: resolves to 127.0.1.1, by which every other node means itself"),
-        ({"a": ["10.0.0.1"], "b": ["10.0.0.1"]}, "host b: has the address 10.0.0.1 of a, so both would use the same GPUs"),
+        (
+            {"a": ["10.0.0.1"], "b": ["127.0.1.1"]},
+            "host b: resolves to 127.0.1.1, by which every other node means itself",
+        ),
+        (
+            {"a": ["10.0.0.1"], "b": ["10.0.0.1"]},
+            "host b: has the address 10.0.0.1 of a, so both would use the same GPUs",
+        ),
     ],
 )
 def test_bad_addresses_are_refused(monkeypatch: pytest.MonkeyPatch, names: dict[str, list[str]], says: str) -> None:
@@ -147,7 +155,9 @@ def test_the_nearer_file_wins(folders: tuple[Path, Path]) -> None:
     assert read_env(findings) == {"A": "1", "B": "x=y", "C": "three words"} and findings.wrong == []
 
 
-def test_no_file_is_no_variable_and_another_name_counts(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_no_variable_and_another_name_counts(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = Findings()
     assert read_env(findings) == {}
     (folders[1] / "other").write_text("A=1\n")

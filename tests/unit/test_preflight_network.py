@@ -39,7 +39,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_machine_has_a_loopback() -> None:
     name = carrier("127.0.0.1")
     assert name is not None and interfaces()[name].up and towards("127.0.0.1") == name
-    assert carrier("192.0.2.1") is None  # set aside for documentation, so nobody's
+    assert carrier("203.0.113.1") is None  # set aside for documentation, so nobody's
     assert is_loopback("127.0.1.1") and is_loopback("::1") and not is_loopback("10.0.0.1") and not is_loopback("lo")
     assert "127.0.0.1" in resolve("127.0.0.1") and resolve("no-such-host.invalid") == []
 
@@ -133,7 +133,9 @@ def test_the_interface(address: str, here: bool, asked: str | None, answer: str)
 def test_another_interface_than_the_address_is_worth_a_note() -> None:
     findings = Findings()
     assert choose_interface("10.0.0.1", True, True, ("--interface", "ib0"), findings) == "ib0"
-    assert findings.wrong == [] and "10.0.0.1 is on eth0, while the ranks' own sockets will use ib0" in findings.told[0][1]
+    assert (
+        findings.wrong == [] and "10.0.0.1 is on eth0, while the ranks' own sockets will use ib0" in findings.told[0][1]
+    )
 
 
 @pytest.mark.usefixtures("network")
@@ -222,7 +224,9 @@ def test_pdsh_needs_the_interface_in_the_file(
     findings = Findings()
     check_pdsh_environment(files, "eth0", 2, findings)
     assert any("OMP_NUM_THREADS" in text for _, text in findings.told)
-    assert [line.endswith("echo GLOO_SOCKET_IFNAME=eth0 >> .deepspeed_env") for line in findings.wrong] == [True] * wrong
+    assert [line.endswith("echo GLOO_SOCKET_IFNAME=eth0 >> .deepspeed_env") for line in findings.wrong] == [
+        True
+    ] * wrong
     alone = Findings()
     check_pdsh_environment(files, "eth0", 1, alone)
     assert alone.wrong == []
