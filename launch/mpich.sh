@@ -5,7 +5,8 @@
 #   bash launch/mpich.sh --dry-run train.py --deepspeed_config ds.json
 #
 # mpirun itself and not `deepspeed --launcher mpich`, which can't start a module, and ends with status 0 whatever
-# happens to the ranks (docs/multinode.md). Hydra passes this shell's whole environment on.
+# happens to the ranks (docs/multinode.md). Hydra passes this shell's whole environment on. When a rank fails it waits for
+# the others, which SCAPE's `timeout` ends.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/checked.sh" mpich "$@"
 run "$mpirun" -hosts "$hosts" -n "$ranks" -iface "$interface" bash "$here/as_rank.sh" "${job[@]}"

@@ -77,7 +77,7 @@ def test_sbatch_itself_from_the_repository(cluster: SlurmCluster, folder: Path) 
 
 def test_a_rank_that_fails_ends_the_job(cluster: SlurmCluster, folder: Path) -> None:
     log, begin = folder / "fails.log", time.monotonic()
-    done = run(cluster, folder, "bash", SCRIPT, f"--sbatch={TWO} --wait --output={log}", "one_fails.py")
+    done = run(cluster, folder, "bash", SCRIPT, f"--sbatch={TWO} --wait --output={log}", "one_fails.py", "100")
     assert done.returncode != 0 and time.monotonic() - begin < 60
 
 

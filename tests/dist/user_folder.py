@@ -24,7 +24,7 @@ ONE_FAILS = """\
 import os, sys, time
 if os.environ["RANK"] == "1":
     sys.exit(3)
-time.sleep(100)
+time.sleep(float(sys.argv[1]))
 """
 MODULE = ("--module", "deepspeed_scape.run", "train.py", "--deepspeed_config", "ds.json", "--out")
 FIRST = "10.77.0.1"  # node1's address
