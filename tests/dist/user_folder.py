@@ -68,3 +68,13 @@ def check_reports(folder: Path, name: str) -> list[list[float]]:
         assert result["optimizer"] == "ScapeZeroOptimizer" and result["RANK"] == str(rank)
         assert 0 < result["bytes"] < 1700 and result["losses"][-1] < 0.7 * result["losses"][0]
     return [r["losses"] for r in results]
+
+
+def for_mpich(folder: Path) -> dict[str, str]:
+    """Variables with which mpi4py's wheel finds MPICH: it loads libmpi.so.12, and Debian's is named libmpich.so.12."""
+    (folder / "lib").mkdir(exist_ok=True)
+    link = folder / "lib" / "libmpi.so.12"
+    for found in Path("/usr/lib").glob("*/libmpich.so.12"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(found)
+    return {"LD_LIBRARY_PATH": str(folder / "lib"), "MPI4PY_MPIABI": "mpich"}
