@@ -1,4 +1,4 @@
-"""A Slurm cluster of test nodes: a controller on the first, a daemon on each, and GPUs that only Slurm believes in."""
+"""A Slurm cluster of test nodes: a controller on the first, a daemon on each, and GPUs in which only Slurm believes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SlurmCluster:
 
     def __enter__(self) -> SlurmCluster:
         (self.folder / "slurm.conf").write_text(CONF.format(folder=self.folder, count=self.nodes.count))
-        (self.folder / "gres.conf").write_text("Name=gpu Count=2\n")
+        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
         (self.folder / "state").mkdir()
         self._start(0, ["slurmctld", "-D"])
         for node in range(self.nodes.count):
