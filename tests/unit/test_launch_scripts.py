@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.preflight.envfile import read_env
+from launch.preflight.findings import Findings
+from launch.preflight.hostfile import read_hostfile
 from launch.preflight.options import LAUNCHERS
 from tests.fake_programs import MPICH, OPENMPI, SLURM, SSH, add_program, only_these
 
@@ -195,3 +198,39 @@ def test_documented_commands_are_right(folder: Path, command: str) -> None:
         (folder / "hostfile").write_text("127.0.0.1 slots=2\n")
     options = [LOOPBACK if word == "eth0" else word for word in words[2:] if word != "--dry-run"]
     assert dry(folder, words[1].removeprefix("launch/"), *options, PYTHONPATH=str(ROOT))
+
+
+def blocks() -> list[str]:
+    """The lines of docs/multinode.md that a reader would type."""
+    lines = (ROOT / "docs" / "multinode.md").read_text().splitlines()
+    return [line[4:] for line in lines if line.startswith("    ") and not line.startswith("    wrong ")]
+
+
+def test_every_block_of_the_page_is_tested() -> None:
+    """Launch scripts above, the files and the ranks of an mpirun below."""
+    tested = {*documented(), *(line for line in blocks() if re.match(r"printf|echo|MASTER_ADDR=", line))}
+    assert len(blocks()) > 8 and set(blocks()) <= tested
+
+
+def test_the_pages_files_are_what_the_scripts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for line in blocks():
+        if line.startswith(("printf", "echo")):
+            subprocess.run(["bash", "-c", line], check=True)
+    findings = Findings()
+    assert [host.slots for host in read_hostfile(Path("hostfile"), findings)] == [8, 8]
+    assert read_env(findings) == {"GLOO_SOCKET_IFNAME": "eth0"} and findings.wrong == []
+
+
+def test_the_pages_mpirun(folder: Path) -> None:
+    """With stand-ins for an mpirun, one rank after the other, and for the training."""
+    add_program(folder / "bin", "python", 'echo "$@" $RANK of $WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT')
+    start = (
+        "OMPI_COMM_WORLD_RANK=$r OMPI_COMM_WORLD_SIZE=$2 OMPI_COMM_WORLD_LOCAL_RANK=$r OMPI_COMM_WORLD_LOCAL_SIZE=$2"
+    )
+    body = f'n="$3 $4 $5 $6"\nfor r in 0 1; do env {start} $n; done'
+    env = only_these(folder / "bin", mpirun=body)
+    (line,) = (line for line in blocks() if line.startswith("MASTER_ADDR="))
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "".join(f"train.py {rank} of 2 at 10.0.0.1:29600\n" for rank in (0, 1))
