@@ -18,7 +18,8 @@ DS = {
 WHO = """\
 import os, socket, sys
 ranks = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
-print("WHO", *ranks, socket.gethostname(), sys.argv[1:], flush=True)
+line = " ".join(["WHO", *ranks, socket.gethostname(), str(sys.argv[1:])])
+os.write(1, f"{line}\\n".encode())  # in one piece: ranks of a node share the stream
 """
 ONE_FAILS = """\
 import os, sys, time

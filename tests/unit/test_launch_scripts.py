@@ -140,6 +140,16 @@ def test_help(folder: Path, script: str) -> None:
     assert wrong.returncode == 2 and "--no-such-option" in wrong.stderr
 
 
+def test_a_script_becomes_its_launcher(folder: Path) -> None:
+    """So that a signal to it is one to the launcher."""
+    body = f'if [ "$1" = --version ]; then {MPICH}; else echo "$$ $MASTER_PORT"; fi'
+    env = only_these(folder / "bin", mpirun=body)
+    command = ["bash", "launch/mpich.sh", "--no-remote-checks", "--master-port", "29655", "train.py"]
+    process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+    said, _ = process.communicate(timeout=60)
+    assert said.split() == [str(process.pid), "29655"]
+
+
 def test_a_python_without_deepspeed_is_named(folder: Path) -> None:
     add_program(folder / "bin", "python-bare", f'exec {PYTHON} -I -S "$@"')
     done = run(folder, "one_node.sh", "train.py", PYTHON=str(folder / "bin" / "python-bare"))
