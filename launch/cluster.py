@@ -13,11 +13,38 @@ from deepspeed.accelerator import get_accelerator
 
 from launch.ports import free_port
 
+# what a launcher that is not torch's or DeepSpeed's calls the number of ranks it has started, and of those on this node
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 BUILD_TIMEOUT = timedelta(hours=24)  # tokenising a large data set; a collective's own time-out is far shorter
 
 
 def on_cpu() -> bool:
     return get_accelerator().device_name() == "cpu"
+
+
+def find_ranks() -> None:
+    """Under a plain mpirun or srun: have DeepSpeed ask MPI, through mpi4py, which rank this is.
+
+    MASTER_ADDR and MASTER_PORT are kept if they are set. Raises ValueError if MPI can't tell: every process would
+    train alone, all of them into the same files.
+    """
+    started = max((int(os.environ.get(name, 1)) for name in SIZES), default=1)
+    if "RANK" in os.environ or started < 2:
+        return
+    remedy = "install mpi4py for this MPI, or start the ranks through launch/as_rank.sh"
+    asked = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    try:
+        # DeepSpeed takes the first address of `hostname -I`, and the default port
+        deepspeed.comm.mpi_discovery(verbose=False)
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"{started} ranks were started, but can't ask MPI which this is: {error}; {remedy}") from None
+    if (found := int(os.environ["WORLD_SIZE"])) != started:
+        raise ValueError(f"{started} ranks were started, but mpi4py sees {found}: it is for another MPI; {remedy}")
+    os.environ |= asked
+    for name in LOCAL_SIZES:
+        if name in os.environ:
+            os.environ["LOCAL_WORLD_SIZE"] = os.environ[name]
 
 
 def join_job(local_rank: int, *, timeout: float, force_fp16_cpu: bool = False) -> torch.device:

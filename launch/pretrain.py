@@ -22,7 +22,7 @@ import deepspeed_scape  # noqa: E402, F401  (registers SCAPE and AdamS with Deep
 from deepspeed_scape.manifest import ScapeCheckpointError  # noqa: E402
 from deepspeed_scape.wire import WireMeter  # noqa: E402
 from launch.batches import BatchOrder, count_windows, eval_windows  # noqa: E402
-from launch.cluster import join_job, on_cpu, once_per_node  # noqa: E402
+from launch.cluster import find_ranks, join_job, on_cpu, once_per_node  # noqa: E402
 from launch.corpus import TextSource, embedded, from_files  # noqa: E402
 from launch.engine import build_engine, resume, save  # noqa: E402
 from launch.hub import from_hub, is_hub_source  # noqa: E402
@@ -132,6 +132,10 @@ def train(args: argparse.Namespace, config: Config, meter: WireMeter) -> bool:
 
 
 def main() -> None:
+    try:
+        find_ranks()
+    except ValueError as error:
+        sys.exit(f"pretrain.py: error: {error}")
     args, config = parse_options()
     meter = WireMeter()
     meter.install()

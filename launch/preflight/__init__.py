@@ -1,0 +1,4 @@
+"""What the launch scripts check before anything starts; `python launch/preflight LAUNCHER ...` is their one program.
+
+It imports neither torch nor DeepSpeed, so an answer takes a fraction of a second.
+"""
