@@ -56,8 +56,10 @@ class Recorder:
             self.losses.append(float(output.loss.detach()))
 
 
-def by_hand(settings: dict[str, Any], calls: list[dict[str, Any]], steps: list[int], factor: float, **kwargs: Any) -> Any:
-    """An engine of ``settings`` after the recorded calls, ``steps`` of them per optimizer step, by DeepSpeed's own means.
+def by_hand(
+    settings: dict[str, Any], calls: list[dict[str, Any]], steps: list[int], factor: float, **kwargs: Any
+) -> Any:
+    """DeepSpeed alone: an engine of ``settings`` after the recorded calls, ``steps`` of them per optimizer step by DeepSpeed's own means.
 
     Args:
         factor: what the trainer multiplies the model's loss with.

@@ -69,8 +69,8 @@ def accumulated(folder: Path) -> dict[str, Any]:
 
     out = {}
     for stage in (1, 2):
-        zero = {**AUTO["zero_optimization"], "stage": stage}
-        run = Run({**SETTINGS, "zero_optimization": zero, "scheduler": SCHEDULE})
+        zero, clip = {**AUTO["zero_optimization"], "stage": stage}, "auto" if stage == 1 else 0.2
+        run = Run({**SETTINGS, "zero_optimization": zero, "scheduler": SCHEDULE, "gradient_clipping": clip})
         run.train(STEPS)
         engine = run.engine
         out[str(stage)] = {

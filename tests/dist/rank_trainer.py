@@ -119,7 +119,7 @@ def filled(folder: Path) -> dict[str, Any]:
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """An uninterrupted run against one that goes on from checkpoint-SAVED in a fresh Trainer, weights of another seed."""
+    """An uninterrupted run against one that goes on from checkpoint-SAVED, in a Trainer with other weights."""
     from deepspeed_scape import Scape
     from tests.dist.rank_checkpoint import digest
 

@@ -26,12 +26,17 @@ def test_autos_are_filled_and_steps_are_those_of_a_loop_by_hand(ranks: list[dict
     """accelerator.backward, accumulate and clip_grad_norm_, to the bit; stage 1 goes through engine.no_sync()."""
     for result in ranks:
         got = result["accumulated"][stage]
-        assert [got[name] for name in ("micro", "accumulation", "total", "clip")] == [2, 2, 8, 1.0]
+        assert [got[name] for name in ("micro", "accumulation", "total", "clip")] == [
+            2,
+            2,
+            8,
+            1.0 if stage == "1" else 0.2,
+        ]
         assert [got["lr"], got["weight_decay"]] == [4e-3, 0.1]
         params = {"warmup_min_lr": 0, "warmup_max_lr": 4e-3, "warmup_num_steps": 2, "total_num_steps": 6}
-        assert got["scheduler"] == params and got["final lr"] == [0.0]
+        assert got["scheduler"] == params and got["final lr"] == pytest.approx([1e-3])
         assert got["applied"] == 6 and got["replicas"] and got["norms"] == [True] * 6
-        assert got["by hand"] and 0 < got["clipped"] < 1
+        assert got["by hand"] and (stage == "1" or 0 < got["clipped"] < 1)
 
 
 def test_load_state_is_exact(ranks: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.ports import free_port
 from tests.launch import BIN, ROOT, extensions_dir, kill_tagged
@@ -30,8 +31,9 @@ def command_of(program: str) -> list[str]:
 
 
 def run(words: list[str], folder: Path, *more: str) -> None:
-    """The command on this test's own port and in its own ``runs/``."""
+    """The command on this test's own port, in its own ``runs/``, and through no_shm.py."""
     program, *rest = [word.replace("runs/", f"{folder}/") for word in words]
+    rest.insert(rest.index("deepspeed_scape.run") + 1, "tests/dist/no_shm.py")
     own = [*(rest.pop(0) for _ in range(program == "accelerate")), PORT[program], str(free_port())]
     tag = uuid.uuid4().hex
     env = {
@@ -40,8 +42,10 @@ def run(words: list[str], folder: Path, *more: str) -> None:
         "TORCH_EXTENSIONS_DIR": extensions_dir(), "SCAPE_TEST_TAG": tag, "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     command = [sys.executable, str(BIN / program), *own, *rest, *more]
+    if program == "deepspeed" and not torch.cuda.is_available():
+        command.append("--use_cpu")  # the Trainer's own flag, see the page
     try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
     finally:
         kill_tagged(tag)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -69,7 +69,11 @@ def test_bad_documents_are_refused_by_key(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "filler"),
-    [("lr", "the Hugging Face Trainer or Accelerate"), ("betas", "only the Hugging Face Trainer"), ("sparsity", "nothing")],
+    [
+        ("lr", "the Hugging Face Trainer or Accelerate"),
+        ("betas", "only the Hugging Face Trainer"),
+        ("sparsity", "nothing"),
+    ],
 )
 def test_an_auto_that_nobody_filled_says_who_would_have(key: str, filler: str) -> None:
     with pytest.raises(ScapeConfigError) as error:
