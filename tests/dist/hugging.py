@@ -59,7 +59,7 @@ class Recorder:
 def by_hand(
     settings: dict[str, Any], calls: list[dict[str, Any]], steps: list[int], factor: float, **kwargs: Any
 ) -> Any:
-    """DeepSpeed alone: an engine of ``settings`` after the recorded calls, ``steps`` of them per optimizer step by DeepSpeed's own means.
+    """DeepSpeed alone: an engine of ``settings`` after the recorded calls, ``steps`` of them per optimizer step.
 
     Args:
         factor: what the trainer multiplies the model's loss with.
