@@ -15,6 +15,15 @@ DENSE_NAMES = ("AdamS", "Adams", "adams")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+# "auto" in the DeepSpeed JSON, as transformers 5 and accelerate 1 treat it (docs/trainers.md)
+_FILLED_BY_BOTH = frozenset({
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+    "fp16.enabled", "bf16.enabled", "optimizer.params.lr", "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+})  # fmt: skip
+_FILLED_BY_TRAINER = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
+
 
 class ScapeConfigError(ValueError):
     """A configuration that SCAPE refuses. The message names the key, the value and the remedy."""
@@ -126,6 +135,15 @@ class ScapeOptions(AdamSOptions):
         return _DTYPES[self.value_dtype]
 
 
+def auto_remedy(key: str) -> str:
+    """The remedy for an "auto" that has come through: who fills in which."""
+    if key in _FILLED_BY_BOTH:
+        return "give a value, or start through the Hugging Face Trainer or Accelerate, which fill it in"
+    if key in _FILLED_BY_TRAINER:
+        return "give a value; only the Hugging Face Trainer fills it in"
+    return "give a value; nothing fills it in"
+
+
 SCAPE_ONLY = frozenset(ScapeOptions.model_fields) - frozenset(AdamSOptions.model_fields)
 
 
@@ -149,6 +167,6 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
         meaning = model.model_fields[name].description if name in model.model_fields else None
         remedy = f"{name}: {meaning}" if meaning else "change one of the two"
         if value == "auto":
-            remedy = "give a value ('auto' is filled in only by the Hugging Face Trainer)"
+            remedy = auto_remedy(key)
         problem = first["msg"].removeprefix("Value error, ").rstrip(".")
         raise ScapeConfigError(key, value, problem, remedy) from None

@@ -17,7 +17,7 @@ import hjson
 import torch
 from deepspeed.runtime import lr_schedules
 
-from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, SCAPE_ONLY, ScapeConfigError
+from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, SCAPE_ONLY, ScapeConfigError, auto_remedy
 
 _OBJECTS = (
     "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "checkpoint", "torch_autocast",
@@ -35,6 +35,7 @@ _OTHERS = (
     "gradient_clipping", "steps_per_print", "communication_data_type", "gradient_predivide_factor",
     "gradient_allreduce_op", "sequence_parallel_size", "seq_parallel_communication_data_type", "log_level",
 )  # fmt: skip
+_MONITORS = {"csv_monitor", "tensorboard", "wandb", "comet"}  # names of runs and groups, which may be any text
 Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
 
 
@@ -77,7 +78,7 @@ def check(document: dict[str, Any], world_size: int) -> None:
     Raises:
         ScapeConfigError: names the key, the value and the remedy.
     """
-    for part in (_bad_names, _bad_types, _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler):
+    for part in (_bad_names, _bad_auto, _bad_types, _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler):
         for key, value, problem, remedy in part(document):
             raise ScapeConfigError(key, value, problem, remedy)
     for key, value, problem, remedy in _bad_batch(document, world_size):
@@ -91,6 +92,24 @@ def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
         close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.87)
         if name not in known and close and close[0] not in document:
             yield str(name), document[name], "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
+
+
+def _bad_auto(document: dict[str, Any]) -> Iterator[Refusal]:
+    """An "auto" that nobody filled in: over some DeepSpeed trips, for others it takes its default in silence."""
+    known = {*_OBJECTS, *_FLAGS, *_COUNTS, *_OTHERS} - _MONITORS
+    for key in _autos({name: value for name, value in document.items() if name in known}):
+        section, _, name = key.partition(".")
+        # bucket sizes and stage3_*: the Trainer leaves some, DeepSpeed leaves them out, SCAPE reads none
+        if section != "zero_optimization" or name == "stage" or "." in name:
+            yield key, "auto", "nobody has filled it in", auto_remedy(key)
+
+
+def _autos(node: Any, where: str = "") -> Iterator[str]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _autos(value, f"{where}.{name}".lstrip("."))
+    elif node == "auto":
+        yield where
 
 
 def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -111,7 +130,7 @@ def _bad_numbers(document: dict[str, Any]) -> Iterator[Refusal]:
     if not (_is_number(clip) and clip >= 0):
         yield "gradient_clipping", clip, "must be a number, 0 or above", "give a norm, or 0 for no clipping"
     every = document.get("steps_per_print")
-    if every is not None and not (_is_int(every) and every > 0):
+    if every not in (None, math.inf) and not (_is_int(every) and every > 0):  # Accelerate writes inf: never
         yield "steps_per_print", every, "must be a whole number above 0 (rank 0 divides by it)", "give one, or null"
     divide = document.get("gradient_predivide_factor", 1.0)
     if not (_is_number(divide) and divide > 0):

@@ -25,6 +25,7 @@ from deepspeed.utils import logger
 
 from deepspeed_scape import saving
 from deepspeed_scape.adams import AdamS
+from deepspeed_scape.backward import divide_at_parameters
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
 from deepspeed_scape.initialize import guarded
 from deepspeed_scape.monitor import StepMonitor
@@ -176,6 +177,7 @@ def _configure_zero_optimizer(stock: Callable[..., Any], engine: Any, optimizer:
     finally:
         engine_module.DeepSpeedZeroOptimizer = dense
     zero_optimizer.monitor = StepMonitor(engine)
+    divide_at_parameters(engine, zero_optimizer)
     return zero_optimizer
 
 

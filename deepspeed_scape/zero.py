@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from deepspeed_scape import checkpoint, faults, gradient_views, reshard
 from deepspeed_scape.agreement import all_or_none
+from deepspeed_scape.backward import keep_gradient, refuse_unseen
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.diagnostics import Diagnostics
 from deepspeed_scape.exchange import Exchange
@@ -65,6 +67,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.visits = 0.0
         self.step_stats: dict[str, float] = {}
         self._diagnosed = False  # whether this step brought new diagnostics
+        self.backward_share: Callable[[], float] = lambda: 1.0  # of a gradient; set by the engine that builds us
+        self._gradients_taken = False  # some hook has fired since the last step
         self._gradients_wait = False  # between a backward and the step; the same on all ranks
         self._loading_state = False
         self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
@@ -107,12 +111,12 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
             return
         if grad.is_sparse:
             raise RuntimeError(f"{self.param_names.get(param)} has a sparse gradient; build it with sparse=False")
-        kept = getattr(param, "grad_accum", None)
-        if kept is None:
-            param.grad_accum = grad.to(self.gradient_accumulation_dtype)
-        else:
-            kept.add_(grad)
-        param.grad = None
+        keep_gradient(param, self.gradient_accumulation_dtype, self.backward_share())
+        self._gradients_taken = True
+
+    def needs_scaler(self) -> bool:
+        """Also where the scale is static: an unscaled loss.backward() would be divided by it all the same."""
+        return bool(super().needs_scaler()) or self.loss_scale != 1.0
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """Take in what reached ``param.grad`` without passing a hook."""
@@ -141,6 +145,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
             for param in group:
                 param.grad_accum = None
         self._gradients_wait = False
+        self._gradients_taken = False
 
     def destroy(self) -> None:
         """End what is in flight, then what DeepSpeed ends."""
@@ -171,6 +176,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One optimizer step. A step with an inf or nan gradient on any rank is skipped and changes nothing."""
+        if self._gradients_taken and not self._gradients_wait:
+            refuse_unseen()
         self.stopwatch.restart()
         scale = self.loss_scale
         with self.roster.watch(f"optimizer step {self.applied_steps + 1}"):

@@ -68,6 +68,7 @@ def build(sizes: list[list[int]], device: torch.device, dtype: torch.dtype = tor
     bare.norms = GradientNorms(1)
     bare.diagnostics = Diagnostics(bare.scape_groups, chosen.diagnostics_every, 1)
     bare.applied_steps, bare.visits, bare.step_stats, bare._gradients_wait = 0, 0.0, {}, False
+    bare._gradients_taken = False
     bare.stopwatch, bare.roster = Stopwatch(device), Roster(dist.group.WORLD)
     bare.zero_grad = lambda set_to_none=True: _drop_gradients(bare)
     bare.loss_scaler = SimpleNamespace(cur_scale=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "list": ({"optimizer": {"type": ["SCAPE"]}}, "optimizer.type = ['SCAPE']"),
     "param": ({"optimizer": {"type": "SCAPE", "param": {}}}, "optimizer.param = {}: DeepSpeed would ignore it"),
     "sequence": ({"sequence_parallel_size": 0}, "sequence_parallel_size = 0"),
+    "auto count": ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto': nobody has filled"),
+    "auto dtype": ({"bf16": {"enabled": "auto"}}, "bf16.enabled = 'auto'"),
+    "auto schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
+                      "scheduler.params.warmup_max_lr = 'auto'"),
+    "auto stage": ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto'"),
+    "auto offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
+                     "zero_optimization.offload_optimizer.device = 'auto'"),
     "tensor": ({"tensor_parallel": {"autotp_size": "x"}}, "tensor_parallel.autotp_size = 'x'"),
 }  # fmt: skip
 
@@ -59,6 +67,20 @@ def test_bad_documents_are_refused_by_key(name: str) -> None:
     assert said in str(error.value) and "Remedy: " in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "filler"),
+    [
+        ("lr", "the Hugging Face Trainer or Accelerate"),
+        ("betas", "only the Hugging Face Trainer"),
+        ("sparsity", "nothing"),
+    ],
+)
+def test_an_auto_that_nobody_filled_says_who_would_have(key: str, filler: str) -> None:
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, "optimizer": {"type": "SCAPE", "params": {key: "auto"}}}, 2)
+    assert error.value.key == f"optimizer.params.{key}" and filler in error.value.remedy
+
+
 @pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*scape*.json")), ids=lambda path: path.stem)
 def test_shipped_documents_pass(path: Path) -> None:
     document.check(json.loads(path.read_text()), 2)
@@ -67,7 +89,9 @@ def test_shipped_documents_pass(path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{}, {"train_batch_size": 8}, {"train_batch_size": 24, "gradient_accumulation_steps": 3}, {"my_own_notes": "hello"},
-     {"steps_per_print": None}, {"gradient_clipping": 0},
+     {"steps_per_print": None}, {"steps_per_print": math.inf}, {"gradient_clipping": 0},
+     {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}},
+     {"wandb": {"enabled": False, "group": "auto"}},
      {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}}],
     ids=str,
 )  # fmt: skip
