@@ -36,6 +36,9 @@ RUN_BY = {
     "bash launch/test.sh": ".ci/run",
 }
 
+# pages whose every block has a test of its own
+RUN_WHOLE = {"multinode.md": "tests/unit/test_launch_scripts.py", "trainers.md": "tests/dist/test_examples.py"}
+
 
 def commands() -> list[tuple[str, str]]:
     found = []
@@ -48,6 +51,7 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "command"), commands(), ids=lambda text: text[:60])
 def test_a_command_is_run_by_a_test(page: str, command: str) -> None:
     by = [test for start, test in RUN_BY.items() if command.startswith(start)]
+    by += [RUN_WHOLE[page]] if page in RUN_WHOLE else []
     assert by, f"{page}: {command}"
     assert all((ROOT / test).exists() for test in by)
 
