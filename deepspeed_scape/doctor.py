@@ -121,7 +121,7 @@ def _kernels() -> str:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     some = torch.zeros(1, device=device)
-    if ops_for(some).__name__.endswith(".gpu"):
+    if getattr(ops_for(some), "__name__", "").endswith(".gpu"):  # the module that serves tensors of this device
         return "Triton"
     if device.type == "cuda":
         return "plain torch: triton is not installed"
