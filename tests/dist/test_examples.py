@@ -83,6 +83,7 @@ def test_the_trainer_script_goes_on_from_its_newest_checkpoint(trained: Path) ->
     assert manifest(trained / "checkpoint-60" / "global_step60")["step"] == 60
 
 
+@pytest.mark.slow  # three quarters of a minute, and test_accelerate.py trains the same way
 def test_the_accelerate_script_trains_with_scape(tmp_path: Path) -> None:
     run(command_of("accelerate"), tmp_path)
     saved = manifest(tmp_path / "accelerate" / "pytorch_model")
