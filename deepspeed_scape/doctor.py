@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import math
 import platform
 import shutil
 import subprocess
@@ -26,7 +27,8 @@ from rich.table import Table
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options
 from deepspeed_scape.initialize import rephrase
-from deepspeed_scape.plan import memory, messages
+from deepspeed_scape.plan.cluster import Cluster, Link
+from deepspeed_scape.plan.step import Workload, predict_dense, predict_scape
 from deepspeed_scape.plan.units import count, show_bytes
 from deepspeed_scape.refuse import check_optimizer, check_settings
 
@@ -204,8 +206,9 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
     table.add_column("")
     for heading in ("sent a step", "of dense", "held", "held, bytes a parameter"):
         table.add_column(heading, justify="right")
-    for name, sent, held in costs(options, dtype, params, ranks):
-        dense = costs(options, dtype, params, ranks)[0][1]
+    rows = costs(options, dtype, params, ranks)
+    dense = rows[0][1]
+    for name, sent, held in rows:
         share = f"{sent / dense:.2%}" if dense else "-"
         table.add_row(name, show_bytes(sent), share, show_bytes(held), f"{held / params:.2f}")
     console.print(table)
@@ -214,15 +217,15 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
 
 def costs(options: ScapeOptions, dtype: str, params: int, ranks: int) -> list[tuple[str, float, float]]:
     """(name, bytes a rank sends in a step, bytes it holds), dense ZeRO first."""
-    other = (ranks - 1) / ranks
-    sizes = messages.scape(params, ranks, options.density, dtype, options.value_dtype, options.ballots)
-    sparse = sizes.reduce + sizes.ballots + sizes.params + sizes.mask + 2 * messages.SCALAR
-    width = messages.WIDTH[dtype]
-    return [
-        ("ZeRO-1/2 AdamW, as DeepSpeed runs it", 3 * width * params * other, memory.dense(params, ranks, dtype)),
-        (
-            f"SCAPE {100 * options.sparsity:g}%",
-            sparse * other,
-            memory.scape(params, ranks, options.density, dtype, options.residual_dtype),
-        ),
-    ]
+    work = Workload(
+        params=params,
+        compute=0.0,  # bytes do not depend on times
+        dtype=dtype,  # type: ignore[arg-type]
+        value_dtype=options.value_dtype,
+        residual_dtype=options.residual_dtype,
+        ballots=options.ballots,
+    )
+    link = Link(latency=0.0, bandwidth=math.inf)
+    cluster = Cluster(nodes=ranks, gpus_per_node=1, inter=link, intra=link)
+    dense, sparse = predict_dense(work, cluster), predict_scape(work, cluster, options.sparsity)
+    return [(row.name, row.bytes_sent, row.memory) for row in (dense, sparse)]

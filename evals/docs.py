@@ -15,10 +15,10 @@ from pathlib import Path
 
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.__main__ import main as plan
+from evals.files import with_section
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, MEMORY = DOCS / "planner.md", DOCS / "memory.md"
-TABLE = re.compile(r"<!-- memory -->\n.*?<!-- /memory -->", re.DOTALL)
 RANKS = (2, 8, 32)
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PREFIX = "$ python -m deepspeed_scape.plan "
@@ -61,15 +61,15 @@ def _line(name: str, values: list[float]) -> str:
 
 def pages() -> dict[Path, str]:
     """Every page that is filled, as it should be."""
-    table = f"<!-- memory -->\n{memory_table()}\n<!-- /memory -->"
-    return {PAGE: filled(PAGE.read_text()), MEMORY: TABLE.sub(lambda _: table, MEMORY.read_text())}
+    return {PAGE: filled(PAGE.read_text()), MEMORY: with_section(MEMORY.read_text(), "memory", memory_table())}
 
 
 def main() -> None:
     for page, text in pages().items():
-        if "--check" in sys.argv and page.read_text() != text:
+        if "--check" not in sys.argv:
+            page.write_text(text)
+        elif page.read_text() != text:
             sys.exit(f"{page} is out of date: run python -m evals.docs")
-        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Results on the disk: whole or not at all."""
+"""Results on the disk, whole or not at all, and in a page."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 
@@ -11,3 +12,9 @@ def write(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(text)
     draft.replace(path)
+
+
+def with_section(text: str, name: str, content: str) -> str:
+    """``text`` with ``content`` between its marks ``<!-- name -->`` and ``<!-- /name -->``."""
+    pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
+    return pattern.sub(lambda _: f"<!-- {name} -->\n{content}\n<!-- /{name} -->", text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from deepspeed_scape.config import ScapeOptions
+from evals.files import with_section
 from evals.network.report import Table, host_table, note, read_table
 from evals.quality.groups import GROUPS
 from evals.quality.results import Results
@@ -180,8 +180,7 @@ def filled(text: str) -> str:
         "compatibility": compatibility(),
     }
     for name, content in sections.items():
-        pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
-        text = pattern.sub(lambda _, n=name, c=content: f"<!-- {n} -->\n{c}\n<!-- /{n} -->", text)
+        text = with_section(text, name, content)
     return text
 
 
