@@ -71,6 +71,7 @@ def test_close_rivals_are_compared_as_if_the_machine_had_been_as_fast_for_both()
     both = Table(rows)
     assert both.compute((2, 200.0)) == 400 and both.beside((2, 200.0), "scape99") == 38
     assert both.level_ratio((2, 200.0), "scape99", "mock99") == pytest.approx(438 / 420)
+    assert both.level_ms((2, 200.0), "scape99") == 438  # 538 as it ran
     assert both.level_ratio((2, 200.0), "compute", "scape99") == pytest.approx(410 / 438)
     (verdict,) = [v for v in verdicts(both) if "the mock" in v.target]
     assert verdict.met and verdict.found == f"{438 / 420:.3f} ({638 / 420:.3f} as it ran)"
