@@ -34,8 +34,8 @@ class Exchange:
     Args:
         group: the data-parallel process group.
         device: where the tensors are; it decides on the backend.
-        overlap: leave the mask gather in flight until :meth:`wait_mask`; otherwise it ends in
-            :meth:`start_mask_gather`.
+        overlap: leave the gathers in flight until somebody needs what they bring; otherwise each ends where it is
+            started.
         patience: seconds to wait for a message of gloo; None: as long as torch does.
     """
 
@@ -110,14 +110,21 @@ class Exchange:
         reduce_scatter(total, packed.view(-1), group=self.group)
         return total.float().div_(self.world_size)
 
-    def gather_params(
+    def start_param_gather(
         self,
         own: Tensor,  # (B,) uint8: this owner's new parameters, in the model's dtypes
-    ) -> Tensor:  # (W, B) uint8
-        """All-gather the parameters that have changed."""
-        gathered, works = self._all_gather(own, "params", self.group, async_op=False)
-        wait_all(works, self.patience)
-        return gathered
+    ) -> Callable[[], Tensor]:  # waits, and returns (W, B) uint8
+        """Start the all-gather of the parameters that have changed; without overlap it also ends here."""
+        gathered, works = self._all_gather(own, "params", self.group, async_op=self.overlap)
+
+        def finish() -> Tensor:
+            wait_all(works, self.patience)
+            works.clear()
+            return gathered
+
+        if not self.overlap:
+            finish()
+        return finish
 
     def start_mask_gather(
         self,

@@ -18,7 +18,7 @@ from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import choose_code, encode_mask
 from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
-from deepspeed_scape.mask import Moments, select
+from deepspeed_scape.mask import LastThreshold, Moments, select
 from deepspeed_scape.residual import accumulate, pack, scatter_params
 
 
@@ -56,6 +56,7 @@ class ScapeGroup:
         device = flat.device
         self.residual = torch.zeros(layout.numel, dtype=options.residual_torch_dtype, device=device)
         self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
+        self.threshold = LastThreshold()
         self.decay = DecayHistory(device)
         self.visits: Tensor | None = None  # (S,) int32: steps in which an element was synchronised, where counted
         self.position: Tensor | None = None  # (W*K,) int64: the mask as places in the flat buffer, None until made
@@ -122,7 +123,7 @@ class ScapeGroup:
 
     def select(self, step: int) -> Tensor:
         """(K,) int64: the elements of this owner's partition that should be sent next."""
-        return select(self._known(), step, self._beta1, self.layout.kept, self.options)
+        return select(self._known(), step, self._beta1, self.layout.kept, self.options, self.threshold)
 
     def encode_next_mask(
         self,

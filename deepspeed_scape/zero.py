@@ -202,12 +202,14 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
             self._take_mask(step)
         mean = self._pack_and_reduce(step, dense)
         self.diagnostics.before_update(step, dense)
-        self._update_and_gather(mean, step, dense)
+        gathering = self._update(mean, step, dense)
+        masks = None if self._is_dense(step + 1) else self._select(step)  # while the parameters are under way
+        self._scatter(gathering(), dense)
         self.diagnostics.after_step(step, dense)
         self.visits += sent_share(self.scape_groups, dense)
         self.applied_steps = step
-        if not self._is_dense(step + 1):
-            self._start_mask(step)
+        if masks is not None:
+            self._start_mask(masks)
         every = self.options.check_replicas
         if every and step % every == 0:
             check_replicas(self.scape_groups, self.exchange)
@@ -243,21 +245,30 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch.lap("reduce")
         return self.wire.split_mean(mean, dense)
 
-    def _update_and_gather(self, means: list[Tensor], step: int, dense: bool) -> None:
+    def _update(self, means: list[Tensor], step: int, dense: bool) -> Callable[[], Tensor]:
+        """Update what this rank owns and start the gather of the new parameters; the result waits for it."""
         own, parts = self.wire.param_buffer(dense)
         for group, mean, part in zip(self.scape_groups, means, parts, strict=True):
             group.update(mean, step, dense, part)
         self.stopwatch.lap("update")
-        gathered = self.exchange.gather_params(own)
+        gathering = self.exchange.start_param_gather(own)
+        self.stopwatch.lap("gather")
+        return gathering
+
+    def _select(self, step: int) -> Tensor:
+        """(B,) uint8: score and select on the owner; it needs the new state, but nobody else's parameters."""
+        own = self.wire.encode_next_masks(step)
+        self.stopwatch.lap("select")
+        return own
+
+    def _scatter(self, gathered: Tensor, dense: bool) -> None:
         self.stopwatch.lap("gather")
         for group, values in zip(self.scape_groups, self.wire.split_params(gathered, dense), strict=True):
             group.scatter(values, dense)
         self.stopwatch.lap("scatter")
 
-    def _start_mask(self, step: int) -> None:
-        """Score and select on the owner, and start the gather that the next step waits for."""
-        own = self.wire.encode_next_masks(step)
-        self.stopwatch.lap("select")
+    def _start_mask(self, own: Tensor) -> None:
+        """Start the gather that the next step waits for."""
         self.exchange.start_mask_gather(own, self.wire.decode_masks)
         if not self.exchange.overlap:
             self.finish_mask()
@@ -271,7 +282,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def _take_mask(self, step: int) -> None:
         """The mask made one step ago; the first sparse step of a run without warm-up makes its own."""
         if not self.exchange.mask_in_flight and any(group.position is None for group in self.scape_groups):
-            self._start_mask(step)
+            self._start_mask(self._select(step))
         self.finish_mask()
         self.stopwatch.lap("mask_wait")
 

@@ -5,7 +5,7 @@ In place and in pieces on a CPU, so that no temporary is of size P.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,24 +25,24 @@ def sum_squares(grads: Sequence[Tensor]) -> Tensor:
     Finite values too large for fp32 squares are done again in fp64, so that only a real inf or nan can cause a skipped
     step.
     """
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    for grad in grads:
-        flat = grad.reshape(-1)
-        if flat.device.type != "cpu":
-            total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-            continue
-        for start in range(0, flat.numel(), SQUARED):
-            total += _sum_squares_piece(flat[start : start + SQUARED].float())
-    return total
+    if grads[0].device.type == "cpu":
+        sums = [part for grad in grads for part in _sums_of_pieces(grad.reshape(-1))]
+        total = torch.cat(sums).sum(dtype=torch.float64)
+        if torch.isfinite(total):
+            return total
+    squares = [torch.linalg.vector_norm(grad.reshape(-1), dtype=torch.float64).square() for grad in grads]
+    return torch.stack(squares).sum()
 
 
-def _sum_squares_piece(values: Tensor) -> Tensor:  # (n,) fp32 on a CPU, n <= SQUARED
-    whole = values.numel() // CHUNK * CHUNK
-    part = torch.dot(values[whole:], values[whole:]).double()
-    if whole:  # one call for many dot products of CHUNK elements each
-        rows = values[:whole].view(-1, 1, CHUNK)
-        part += torch.bmm(rows, rows.transpose(1, 2)).sum(dtype=torch.float64)
-    return part if torch.isfinite(part) else torch.linalg.vector_norm(values, dtype=torch.float64).square()
+def _sums_of_pieces(flat: Tensor) -> Iterator[Tensor]:  # (n,) any float dtype on a CPU
+    """The squares of each CHUNK elements, summed: (pieces,) fp32 tensors."""
+    for start in range(0, max(flat.numel(), 1), SQUARED):
+        values = flat[start : start + SQUARED].float()
+        whole = values.numel() // CHUNK * CHUNK
+        if whole:  # one call for many dot products of CHUNK elements each
+            rows = values[:whole].view(-1, 1, CHUNK)
+            yield torch.bmm(rows, rows.transpose(1, 2)).view(-1)
+        yield torch.dot(values[whole:], values[whole:]).view(1)
 
 
 def accumulate(

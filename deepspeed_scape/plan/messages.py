@@ -55,9 +55,14 @@ def scape_traffic(
     """Memory moved between the messages of a SCAPE step."""
     width, held = WIDTH[dtype], WIDTH[residual_dtype]
     norm_and_accumulate = params * (2 * width + 2 * held)
-    score = params / ranks * (held + 4 + 4) * 2  # residual, m, last: threshold and collection
+    score = score_traffic(params, ranks, residual_dtype)
     pack = params * density * 2 * LINE
     update = params / ranks * density * 4 * 2 * LINE  # master, two moments, last
     scatter = params * density * 2 * LINE
     votes = 2 * params * held if ballots and density < 1 and ranks > 1 else 0  # threshold and collection, all owners
     return norm_and_accumulate + score + pack + update + scatter + votes
+
+
+def score_traffic(params: int, ranks: int, residual_dtype: str) -> float:
+    """The selection's part of it: residual, m and last, for the threshold and for the collection."""
+    return params / ranks * (WIDTH[residual_dtype] + 4 + 4) * 2

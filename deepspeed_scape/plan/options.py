@@ -56,7 +56,7 @@ class PlanOptions(BaseModel):
         default=1.0, ge=0, le=1, description="share of the backward under which a dense reduction hides (overlap_comm)"
     )
     ballots: bool = Field(default=False, description="SCAPE's option of that name")
-    mask_overlap: bool = Field(default=True, description="SCAPE's mask gather runs under forward and backward")
+    mask_overlap: bool = Field(default=True, description="SCAPE's gathers run beside work of their own rank")
 
     def cluster(self) -> Cluster:
         return Cluster(

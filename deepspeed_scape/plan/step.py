@@ -2,7 +2,7 @@
 
     dense    forward + backward | reduce (part of it under the backward) | AdamW on 1/W | parameter gather
     SCAPE    forward + backward | scalar all-reduce | local work | reduce | update | parameter gather
-             `-------- mask gather of the step before, waited for here -----'
+             `-------- mask gather of the step before, waited for here -----'         `--- selection --'
 
 Local work is bound by memory: its bytes (DESIGN section 4) over the memory bandwidth, unless given.
 """
@@ -35,7 +35,8 @@ class Workload:
         dense_local, scape_local: seconds of clipping, optimizer and copies, measured; None: from the memory bandwidth.
         dense_overlap: share of the backward under which the dense reduction can hide (0: none of it).
         ballots: SCAPE's option of that name.
-        mask_overlap: whether SCAPE's mask gather runs under forward and backward (``overlap_comm``).
+        mask_overlap: whether SCAPE's mask gather runs under forward and backward and its parameter gather under the
+            selection (``overlap_comm``).
     """
 
     params: int
@@ -96,14 +97,17 @@ def predict_scape(work: Workload, cluster: Cluster, sparsity: float) -> Predicti
     """SCAPE at one sparsity; density 1 (sparsity 0) sends no mask."""
     w = cluster.ranks
     sizes = messages.scape(work.params, w, 1 - sparsity, work.dtype, work.value_dtype, work.ballots)
-    mask = cluster.all_gather(sizes.mask)
-    hidden = min(mask, work.compute) if work.mask_overlap else 0.0
-    network = cluster.all_reduce(messages.SCALAR) + cluster.reduce_scatter(sizes.reduce + sizes.ballots)
-    network += cluster.all_gather(sizes.params) + mask - hidden
+    traffic = messages.scape_traffic(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype, work.ballots)
     local = work.scape_local
     if local is None:
-        traffic = messages.scape_traffic(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype, work.ballots)
         local = traffic / work.memory_bandwidth
+    mask, gather = cluster.all_gather(sizes.mask), cluster.all_gather(sizes.params)
+    hidden = 0.0
+    if work.mask_overlap:
+        selection = local * messages.score_traffic(work.params, w, work.residual_dtype) / traffic
+        hidden = min(mask, work.compute) + (min(gather, selection) if sparsity > 0 else 0.0)
+    network = cluster.all_reduce(messages.SCALAR) + cluster.reduce_scatter(sizes.reduce + sizes.ballots)
+    network += gather + mask - hidden
     return Prediction(
         name=f"SCAPE {100 * sparsity:g}%",
         sparsity=sparsity,

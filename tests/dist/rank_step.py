@@ -80,6 +80,12 @@ class Spy:
         self.mask_group = exchange.mask_group
         wait = exchange.wait_mask
         exchange.wait_mask = lambda: (self.events.append("wait_mask"), wait())[1]
+        select = engine.optimizer.wire.encode_next_masks
+        engine.optimizer.wire.encode_next_masks = lambda step: (self._note_select(), select(step))[1]
+
+    def _note_select(self) -> None:
+        flying = sum(event.endswith("in flight") for event in self.events)
+        self.events.append(f"select under {flying}")
 
 
 def order(rank: int) -> dict[str, Any]:

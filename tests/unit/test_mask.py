@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deepspeed_scape import mask as mask_module
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.layout import kept_in_partition, kept_of
-from deepspeed_scape.mask import Moments, pending_moment, select, select_block, select_top
+from deepspeed_scape.mask import LastThreshold, Moments, pending_moment, select, select_block, select_top
 
 
 def moments(size: int, seed: int = 0, step: int = 90, dtype: torch.dtype = torch.float32) -> Moments:
@@ -74,6 +74,58 @@ def test_a_misleading_sample_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     top = select_top(pending_moment(some, 90, 0.9), 500)
     monkeypatch.setattr(mask_module, "_sample_places", lambda *_: top.repeat(70)[: mask_module.SAMPLE])
     assert torch.equal(select(some, 90, 0.9, kept, options), select_top(pending_moment(some, 90, 0.9), kept))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    sparsity=st.sampled_from([0.8, 0.9, 0.99, 0.999]),
+    smallest=st.sampled_from([None, 1e-30, 0.5, 1.0, 1.05, 3.0, 1e30]),  # of the K-th score
+    ties=st.booleans(),
+)
+def test_the_last_threshold_changes_nothing(seed: int, sparsity: float, smallest: float | None, ties: bool) -> None:
+    """Right, far too low (no room for the candidates), a little or far too high (too few of them), or unknown."""
+    some = moments(mask_module.SAMPLE + 40_001, seed)
+    if ties:
+        some.gradient.mul_(4).round_()
+        some.exp_avg.zero_()
+        some.last.zero_()
+    kept = kept_in_partition(some.last.numel(), ScapeOptions(sparsity=sparsity))
+    score = pending_moment(some, 90, 0.9)
+    expected = select_top(score, kept)
+    before = LastThreshold(None if smallest is None else smallest * float(score[expected].min()))
+    assert torch.equal(select(some, 90, 0.9, kept, ScapeOptions(sparsity=sparsity), before), expected)
+    assert before.smallest == float(score[expected].min())
+
+
+@pytest.mark.parametrize("sparsity", [0.9, 0.99])
+def test_a_known_threshold_spares_the_sample(sparsity: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that drift by 1% a step are ranked in one pass; after a jump the sample is asked again."""
+    some = moments(mask_module.SAMPLE + 40_001)
+    options, before = ScapeOptions(sparsity=sparsity), LastThreshold()
+    asked: list[int] = []
+    kept = kept_in_partition(some.last.numel(), options)
+    places = mask_module._sample_places
+    monkeypatch.setattr(mask_module, "_sample_places", lambda *a: asked.append(1) or places(*a))
+    factors = [1, 1.01, 0.99, 0.99, 1.01, 0.5, 1, 3, 1]
+    counts = []
+    for factor in factors:
+        some.gradient.mul_(factor)
+        some.exp_avg.mul_(factor)
+        chosen = select(some, 90, 0.9, kept, options, before)
+        assert torch.equal(chosen, select_top(pending_moment(some, 90, 0.9), kept))
+        counts.append(len(asked))
+    assert counts == [1, 1, 1, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_a_threshold_that_says_nothing_is_forgotten(value: float) -> None:
+    some = moments(mask_module.SAMPLE + 40_001)
+    options, before = ScapeOptions(sparsity=0.99), LastThreshold(1.0)
+    some.gradient[:], some.exp_avg[:] = value, 0.0
+    kept = kept_in_partition(some.last.numel(), options)
+    assert select(some, 90, 0.9, kept, options, before).tolist() == list(range(kept))
+    assert before.smallest is None
 
 
 @pytest.mark.parametrize("sparsity", [0.9, 0.99], ids=["many", "few"])

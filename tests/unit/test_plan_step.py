@@ -11,7 +11,7 @@ import torch
 from deepspeed_scape.ballots import ballot_code
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.layout import kept_of
-from deepspeed_scape.plan import Cluster, Workload, break_even, predict, predict_all
+from deepspeed_scape.plan import Cluster, Workload, break_even, messages, predict, predict_all
 from deepspeed_scape.plan.cluster import Link
 from deepspeed_scape.plan.memory import scape as planned_memory
 from deepspeed_scape.plan.messages import scape as message_sizes
@@ -84,13 +84,26 @@ def test_a_dense_reduction_hides_under_the_backward_at_most() -> None:
     assert predict_dense(overlapped, quick).network == pytest.approx(quick.all_gather(2 * WORK.params))
 
 
-def test_the_mask_hides_under_the_compute_at_most() -> None:
-    exposed = replace(WORK, mask_overlap=False)
-    mask = slow().all_gather(message_sizes(WORK.params, 8, 0.01, "bf16", "fp32").mask)
-    assert mask < WORK.compute
-    assert predict_scape(exposed, slow(), 0.99).step - predict_scape(WORK, slow(), 0.99).step == pytest.approx(mask)
+def test_the_mask_hides_under_the_compute_and_the_parameters_under_the_selection_at_most() -> None:
+    sizes = message_sizes(WORK.params, 8, 0.01, "bf16", "fp32")
+    mask, gather = slow().all_gather(sizes.mask), slow().all_gather(sizes.params)
+    quick = replace(WORK, scape_local=10 * gather)  # more than half of it is the selection, so all is hidden
+    exposed = replace(quick, mask_overlap=False)
+    assert mask < WORK.compute and selection(quick) > gather
+    assert predict_scape(quick, slow(), 0.99).hidden == pytest.approx(mask + gather)
+    gap = predict_scape(exposed, slow(), 0.99).step - predict_scape(quick, slow(), 0.99).step
+    assert gap == pytest.approx(mask + gather)
     crawl = slow(bandwidth=1e5)
-    assert predict_scape(WORK, crawl, 0.99).hidden == pytest.approx(WORK.compute)
+    assert predict_scape(quick, crawl, 0.99).hidden == pytest.approx(WORK.compute + selection(quick))
+    assert predict_scape(exposed, crawl, 0.99).hidden == 0.0
+    assert predict_scape(quick, crawl, 0.0).hidden == 0.0  # nothing is selected
+
+
+def selection(work: Workload) -> float:
+    """Seconds of the local work at 99%, 8 ranks."""
+    assert work.scape_local is not None
+    whole = messages.scape_traffic(work.params, 8, 0.01, work.dtype, work.residual_dtype)
+    return work.scape_local * messages.score_traffic(work.params, 8, work.residual_dtype) / whole
 
 
 def test_break_even_is_where_the_steps_are_equal() -> None:
