@@ -84,7 +84,10 @@ class ScapeOptions(AdamSOptions):
     ballots: bool = Field(
         default=False, description="every rank tells the owners its largest unsent gradients, for better masks at W > 2"
     )
-    overlap_comm: bool = Field(default=True, description="run the mask all-gather under the next forward and backward")
+    overlap_comm: bool = Field(
+        default=True,
+        description="run the mask gather under forward and backward, the parameter gather under the selection",
+    )
     check_replicas: int = Field(
         default=0, ge=0, description="compare all replicas and masters by checksum every N steps; 0 never"
     )

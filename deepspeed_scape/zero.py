@@ -1,6 +1,7 @@
 """The ZeRO stage-1/2 subclass: DeepSpeed's hooks, and the order of one step.
 
-    gradient -> residual -> pack -> reduce -> update -> gather -> replica;  score -> mask -> next step
+    gradient -> residual -> pack -> reduce -> update -> gather -> replica
+                                              `-> score -> mask -> next step
 
 DeepSpeed's own dense reduction is cut off: gradients stay on their rank until the boundary step, so accumulation steps
 send nothing, and every dense method raises.
