@@ -54,8 +54,12 @@ def accumulate(
     """Add scaled local gradients to the residual, in place and without a temporary of their size."""
     for grad, start in zip(grads, starts, strict=True):
         flat = grad.reshape(-1)
+        whole = residual[start : start + flat.numel()]
+        if whole.dtype == flat.dtype == torch.float32:
+            whole.add_(flat, alpha=scale)
+            continue
         for piece in chunks(flat.numel(), flat.device):
-            target = residual[start + piece.start : start + piece.stop]
+            target = whole[piece]
             if target.dtype == torch.float32:
                 target.add_(flat[piece].float(), alpha=scale)
             else:  # a bf16 residual rounds once, after an fp32 sum
