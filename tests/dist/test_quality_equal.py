@@ -62,7 +62,8 @@ def pair(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.Te
         output,
         *("--data", text, "--val", "held-out", "--cache-dir", text / "cache", "--seed", 3, "--lr", lr),
         *("--lr-schedule", "cosine", "--lr-warmup", 100, "--steps", STEPS, "--save-every", STEPS),
-        *("--eval-batches", 200, "--eval-every", 0, *changes),
+        # diagnostics ride in the scalar all-reduce, and only there
+        *("--eval-batches", 200, "--eval-every", 0, "--diagnose-every", 0, *changes),
         config=config,
     )
     assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
