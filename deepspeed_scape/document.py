@@ -79,7 +79,7 @@ def check(document: dict[str, Any], world_size: int) -> None:
     Raises:
         ScapeConfigError: names the key, the value and the remedy.
     """
-    parts = (_bad_names, _bad_auto, _bad_types, older.ignored, older.unchecked,
+    parts = (_bad_names, _bad_auto, _bad_types, older.ignored, older.unchecked, older.unlogged,
              _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler)  # fmt: skip
     for part in parts:
         for key, value, problem, remedy in part(document):

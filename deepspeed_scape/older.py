@@ -5,10 +5,13 @@ Silence would train something else than the document says. Only what the install
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import deepspeed
+from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.runtime import config as stock
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -85,3 +88,16 @@ def unchecked(document: dict[str, Any]) -> Iterator[Refusal]:
             extra = first["type"] == "extra_forbidden"
             problem = "DeepSpeed knows no such key" if extra else first["msg"].removeprefix("Value error, ")
             yield key, first["input"], problem, "correct it or remove it"
+
+
+def unlogged(document: dict[str, Any]) -> Iterator[Refusal]:
+    """An older DeepSpeed hands W&B an argument that it has dropped: rank 0 alone would fail, at its first step."""
+    if not document.get("wandb", {}).get("enabled") or find_spec("wandb") is None:
+        return
+    import wandb
+    from wandb.sdk.wandb_run import Run
+
+    given, taken = (inspect.signature(kind.log).parameters for kind in (WandbMonitor, Run))
+    if "sync" in given and "sync" not in taken:
+        problem = f"DeepSpeed {deepspeed.__version__} calls wandb.log(sync=...), which wandb {wandb.__version__} lacks"
+        yield "wandb.enabled", True, problem, "install a later DeepSpeed or an older wandb, or set it to false"

@@ -173,7 +173,12 @@ def _refused_leftovers(config: Any) -> Iterator[_Refusal]:
     for section in ("amp", "progressive_layer_drop", "quantize_training", "eigenvalue"):
         part = config._param_dict.get(section)
         if isinstance(part, dict) and part.get("enabled"):
-            yield f"{section}.enabled", True, "DeepSpeed has removed it since, and SCAPE does without", "set it to false"
+            yield (
+                f"{section}.enabled",
+                True,
+                "DeepSpeed has removed it since, and SCAPE does without",
+                "set it to false",
+            )
     if config._param_dict.get("compression_training"):
         problem = "DeepSpeed has removed it since, and SCAPE does without"
         yield "compression_training", config._param_dict["compression_training"], problem, "remove it"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.runtime import config as stock
 
 from deepspeed_scape import ScapeConfigError, document, older
@@ -83,3 +84,18 @@ def test_a_slip_in_a_precision_section_is_refused(deepspeed_of: Callable[[bool],
 def test_what_means_the_same_everywhere_passes(deepspeed_of: Callable[[bool], None], change: dict[str, Any]) -> None:
     deepspeed_of(False)
     document.check({**GOOD, **change}, 2)
+
+
+def test_a_wandb_that_deepspeed_cannot_log_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pytest.importorskip("wandb.sdk.wandb_run").Run
+    enabled = {**GOOD, "wandb": {"enabled": True, "project": "p"}}
+
+    def with_sync(self: Any, data: Any, step: Any = None, commit: Any = None, sync: Any = None) -> None: ...
+
+    def without(self: Any, data: Any, step: Any = None, commit: Any = None) -> None: ...
+
+    for given, taken, bad in ((with_sync, without, True), (with_sync, with_sync, False), (without, without, False)):
+        monkeypatch.setattr(WandbMonitor, "log", given)
+        monkeypatch.setattr(run, "log", taken)
+        assert [key for key, *_ in older.unlogged(enabled)] == ["wandb.enabled"] * bad
+        assert not list(older.unlogged({**GOOD, "wandb": {"enabled": False}}))
