@@ -76,7 +76,7 @@ def ignored(document: dict[str, Any]) -> Iterator[Refusal]:
 
 
 def unchecked(document: dict[str, Any]) -> Iterator[Refusal]:
-    """A slip of the pen in the fp16 or bf16 section, which a DeepSpeed without a model of them takes for the default."""
+    """A slip of the pen in fp16 or bf16, which a DeepSpeed without a model of these sections takes for the default."""
     if hasattr(stock, "get_float16_config"):
         return
     for section, model in (("fp16", _Fp16), ("bf16", _Bf16)):

@@ -170,17 +170,12 @@ def _refused_features(config: Any) -> Iterator[_Refusal]:
 
 def _refused_leftovers(config: Any) -> Iterator[_Refusal]:
     """Features that DeepSpeed has removed since (#8489): some write replicas, or leave them apart, behind our back."""
+    problem = "DeepSpeed has removed it since, and SCAPE does without"
     for section in ("amp", "progressive_layer_drop", "quantize_training", "eigenvalue"):
         part = config._param_dict.get(section)
         if isinstance(part, dict) and part.get("enabled"):
-            yield (
-                f"{section}.enabled",
-                True,
-                "DeepSpeed has removed it since, and SCAPE does without",
-                "set it to false",
-            )
+            yield f"{section}.enabled", True, problem, "set it to false"
     if config._param_dict.get("compression_training"):
-        problem = "DeepSpeed has removed it since, and SCAPE does without"
         yield "compression_training", config._param_dict["compression_training"], problem, "remove it"
 
 
