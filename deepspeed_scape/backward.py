@@ -7,6 +7,7 @@ below it learn from gradients that are too small. SCAPE takes gradients paramete
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,9 @@ def keep_gradient(param: Any, dtype: torch.dtype, share: float = 1.0) -> None:
 
 
 def divide_at_parameters(engine: Any, optimizer: ScapeZeroOptimizer) -> None:
-    """Take the division of ``loss.backward()`` from the engine; nothing in a DeepSpeed that knows no such backward."""
+    """Take the division of ``loss.backward()`` from the engine; a DeepSpeed before 0.18.3 knows no such backward."""
     if not hasattr(engine, "_backward_prologue_per_tensor"):
+        _divide_in_no_sync(engine)
         return
     engine._backward_prologue_per_tensor = _as_it_is
 
@@ -36,6 +38,24 @@ def divide_at_parameters(engine: Any, optimizer: ScapeZeroOptimizer) -> None:
         return 1.0 / engine.gradient_accumulation_steps() if direct else 1.0
 
     optimizer.backward_share = share
+
+
+def _divide_in_no_sync(engine: Any) -> None:
+    """Such a DeepSpeed leaves out the division by the micro-steps inside ``engine.no_sync()``; later ones do not.
+
+    Accelerate counts on it there, at stage 1: without it every micro-step but the last would weigh that much more.
+    """
+    stock = engine._backward_prologue
+
+    @functools.wraps(stock)
+    def prologue(*args: Any, **kwargs: Any) -> Any:
+        inside, engine.inside_no_sync_ctxt = engine.inside_no_sync_ctxt, False
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            engine.inside_no_sync_ctxt = inside
+
+    engine._backward_prologue = prologue
 
 
 def _as_it_is(grad: Any) -> Any:

@@ -90,6 +90,8 @@ def versions() -> list[tuple[str, str]]:
 
 
 def _version(name: str) -> str:
+    if name == "torch":
+        return str(torch.__version__)  # its wheel on PyPI leaves out for which CUDA it is
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

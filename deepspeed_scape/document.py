@@ -17,7 +17,9 @@ import hjson
 import torch
 from deepspeed.runtime import lr_schedules
 
+from deepspeed_scape import older
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, SCAPE_ONLY, ScapeConfigError, auto_remedy
+from deepspeed_scape.older import Refusal
 
 _OBJECTS = (
     "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "checkpoint", "torch_autocast",
@@ -36,7 +38,6 @@ _OTHERS = (
     "gradient_allreduce_op", "sequence_parallel_size", "seq_parallel_communication_data_type", "log_level",
 )  # fmt: skip
 _MONITORS = {"csv_monitor", "tensorboard", "wandb", "comet"}  # names of runs and groups, which may be any text
-Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
 
 
 def read(config: Any) -> dict[str, Any] | None:
@@ -78,7 +79,9 @@ def check(document: dict[str, Any], world_size: int) -> None:
     Raises:
         ScapeConfigError: names the key, the value and the remedy.
     """
-    for part in (_bad_names, _bad_auto, _bad_types, _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler):
+    parts = (_bad_names, _bad_auto, _bad_types, older.ignored, older.unchecked, older.unlogged,
+             _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler)  # fmt: skip
+    for part in parts:
         for key, value, problem, remedy in part(document):
             raise ScapeConfigError(key, value, problem, remedy)
     for key, value, problem, remedy in _bad_batch(document, world_size):

@@ -78,6 +78,7 @@ def check_settings(config: Any) -> None:
         _refused_precision(config),
         _refused_checkpoints(config),
         _refused_features(config),
+        _refused_leftovers(config),
     )
 
 
@@ -119,10 +120,10 @@ def _refused_zero(zero: Any) -> Iterator[_Refusal]:
 
 
 def _refused_precision(config: Any) -> Iterator[_Refusal]:
-    for section, name in (("fp16", "float16_config"), ("bf16", "bfloat16_config")):
-        part = getattr(config, name, None)
+    for section in ("fp16", "bf16", "bfloat16"):  # read as written: an older DeepSpeed has no attribute for them
+        part = config._param_dict.get(section) or {}
         for option in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
-            if getattr(part, option, False):
+            if part.get(option):
                 yield f"{section}.{option}", True, "SCAPE keeps fp32 masters and moments", "set it to false"
     if getattr(config, "torch_autocast_enabled", False) and config.torch_autocast_dtype == torch.float16:
         yield (
@@ -135,8 +136,9 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
     if written is not None:
         remedy = "remove it and set optimizer.params.value_dtype"
         yield "communication_data_type", written, "SCAPE has its own reduce", remedy
-    if getattr(config, "gradient_allreduce_op", "mean") not in ("mean", "avg", None):
-        yield "gradient_allreduce_op", config.gradient_allreduce_op, "SCAPE averages gradients", "remove it"
+    operation = config._param_dict.get("gradient_allreduce_op")  # which an older DeepSpeed does not read
+    if operation not in ("mean", "avg", None):
+        yield "gradient_allreduce_op", operation, "SCAPE averages gradients", "remove it"
     if getattr(config, "sparse_gradients_enabled", False):
         yield "sparse_gradients", True, "sparse embedding gradients are not supported", "set it to false"
 
@@ -164,6 +166,17 @@ def _refused_features(config: Any) -> Iterator[_Refusal]:
         yield "tensor_parallel.autotp_size", tensor_parallel, "tensor parallelism is not supported", "set it to 0"
     if getattr(getattr(config, "expert_parallel_config", None), "enabled", False):
         yield "expert_parallel.enabled", True, "experts are not replicated on all ranks", "set it to false"
+
+
+def _refused_leftovers(config: Any) -> Iterator[_Refusal]:
+    """Features that DeepSpeed has removed since (#8489): some write replicas, or leave them apart, behind our back."""
+    problem = "DeepSpeed has removed it since, and SCAPE does without"
+    for section in ("amp", "progressive_layer_drop", "quantize_training", "eigenvalue"):
+        part = config._param_dict.get(section)
+        if isinstance(part, dict) and part.get("enabled"):
+            yield f"{section}.enabled", True, problem, "set it to false"
+    if config._param_dict.get("compression_training"):
+        yield "compression_training", config._param_dict["compression_training"], problem, "remove it"
 
 
 def _refused_parallelism(engine: Any) -> Iterator[_Refusal]:

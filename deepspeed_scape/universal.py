@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +74,30 @@ def _convert_deepspeeds(source: Path, stage: Path, workers: int) -> None:
     )
     told = io.StringIO()  # a page of progress that says nothing to the user, unless it fails
     try:
-        with contextlib.redirect_stdout(told):
+        with contextlib.redirect_stdout(told), _without_empty_parameters():
             ds_to_universal.main(args)
     except Exception as error:
         raise ScapeCheckpointError(
             f"DeepSpeed's ds_to_universal failed on {source}: {error!r}\n{told.getvalue()[-2000:]}"
         ) from error
+
+
+@contextlib.contextmanager
+def _without_empty_parameters() -> Iterator[None]:
+    """An older converter stops at a parameter without elements, of which no rank has written a fragment."""
+    stock = ds_to_universal._merge_tp_slice_files
+    if "ds_checkpoint" not in inspect.signature(stock).parameters:
+        yield
+        return
+
+    def merge(args: Any, ds_checkpoint: Any, shapes: dict[str, torch.Size], folder: str) -> None:
+        stock(args, ds_checkpoint, {name: shape for name, shape in shapes.items() if shape.numel()}, folder)
+
+    ds_to_universal._merge_tp_slice_files = merge
+    try:
+        yield
+    finally:
+        ds_to_universal._merge_tp_slice_files = stock
 
 
 def rank_files(source: Path, listed: dict[str, Any]) -> list[Path]:

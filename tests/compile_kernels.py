@@ -8,6 +8,7 @@ launch its arguments are noted, with the types and alignments that Triton itself
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -74,7 +75,22 @@ def source(kernel: JITFunction, arguments: dict[str, Any]) -> tuple[ASTSource, d
                 attributes[(i,)] = [["tt.divisibility", 16]]
     names = {param.name for param in kernel.params}
     options = {name: value for name, value in arguments.items() if name not in names}
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes), options
+    return older_source(kernel, signature, constants, attributes), options
+
+
+def older_source(kernel: JITFunction, signature: dict[str, str], constants: Any, attributes: Any) -> ASTSource:
+    """The same as Triton 3.2 wants it: constants by name, and a specialised 1 in both places."""
+    from triton.backends.compiler import AttrsDescriptor
+
+    hints = {i: 16 for (i,) in attributes} | {i: 1 for (i,) in constants if not kernel.params[i].is_constexpr}
+    types = {
+        param.name: "i32" if hints.get(i) == 1 else signature[param.name]
+        for i, param in enumerate(kernel.params) if not param.is_constexpr
+    }  # fmt: skip
+    named = {kernel.params[i].name: value for (i,), value in constants.items()}
+    return ASTSource(kernel, types, named, AttrsDescriptor.from_hints(hints))
 
 
 def launch_everything(launches: Launches) -> None:

@@ -1,6 +1,7 @@
 """Mend what Triton's interpreter does otherwise than every GPU.
 
-It cuts fp32 off to bf16 instead of rounding it; and before 3.9 it takes a scalar for no loop bound with a new numpy.
+It cuts fp32 off to bf16 instead of rounding it; before 3.9 it takes a scalar for no loop bound with a new numpy; and 3.2
+keeps numpy's int64 for a sum of int32, of which a store then writes 8 bytes where there is room for 4.
 """
 
 from __future__ import annotations
@@ -36,3 +37,11 @@ def mend() -> None:
         tensor.__index__ = lambda self: int(np.ravel(self.handle.data)[0])
 
     interpreter._patch_lang_tensor = patch_tensor
+    base = interpreter.ReduceOps.__mro__[1]  # 3.2 spells its name otherwise
+    to_tensor = base.to_tensor
+
+    def to_typed_tensor(self: Any, values: Any, dtype: Any) -> Any:
+        typed = values.astype(interpreter._get_np_dtype(dtype)) if getattr(values, "shape", ()) else values
+        return to_tensor(self, typed, dtype)
+
+    base.to_tensor = to_typed_tensor

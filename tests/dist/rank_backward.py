@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ WAYS: dict[str, Backward] = {
     "loss": lambda engine, loss: loss.backward(),
     "scale": lambda engine, loss: engine.scale(loss).backward(),
 }
+DIRECT = hasattr(deepspeed.DeepSpeedEngine, "scale")  # whether this DeepSpeed knows loss.backward() (since 0.18.3)
+COMPILED_AUTOGRAD = "compiled_autograd_enabled" in inspect.signature(deepspeed.DeepSpeedEngine.compile).parameters
+KNOWN = tuple(WAYS) if DIRECT else ("engine",)
 CASES = ["1-fp32-1-loss", "2-fp32-4-loss", "2-fp32-4-rich", "1-fp32-3-rich", "2-bf16-4-rich", "2-fp16-4-rich"]
 RECOMPUTES = ("reentrant", "not reentrant", "deepspeed")
 
@@ -102,7 +106,9 @@ def ways(rank: int) -> dict[str, Any]:
     for case in CASES:
         stage, dtype, micros, output = case.split("-")
         top = {"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}
-        for way in ("engine", "scale") if dtype == "fp16" else WAYS:
+        for way in KNOWN:
+            if dtype == "fp16" and way == "loss":
+                continue
             engine = start(DeepNet(rich=output == "rich"), int(stage), dtype, int(micros), **top)
             out[f"{case}-{way}"] = train(engine, rank, way)
     return out
@@ -118,6 +124,11 @@ def unscaled(rank: int) -> dict[str, str]:
         out[name] = said(lambda engine=engine: engine(tiny.batch(0, rank)).backward())
         out[f"{name} step"] = said(engine.step)
         engine.destroy()
+    if not DIRECT:
+        engine = start(DeepNet())
+        engine(tiny.batch(0, rank)).backward()
+        out["direct"] = said(engine.step)
+        engine.destroy()
     engine = start(DeepNet())
     engine.module(tiny.batch(0, rank)).backward()
     out["module"] = said(engine.step)
@@ -127,10 +138,12 @@ def unscaled(rank: int) -> dict[str, str]:
 
 def recomputed(rank: int) -> dict[str, Any]:
     """Every way to recompute, under engine.backward and loss.backward, against activations that are kept."""
-    out = {}
+    alone = torch.zeros(2, requires_grad=True)
+    out: dict[str, Any] = {"deepspeed alone": said(lambda: deepspeed.checkpointing.checkpoint(nn.Identity(), alone))}
+    able = RECOMPUTES if out["deepspeed alone"] == "nothing" else RECOMPUTES[:2]
     for dtype, micros in (("fp32", 1), ("bf16", 1), ("fp32", 2)):
-        for recompute in ("no", *RECOMPUTES):
-            for way in ("engine", "loss"):
+        for recompute in ("no", *able):
+            for way in ("engine", "loss") if DIRECT else ("engine",):
                 engine = start(DeepNet(recompute), 2, dtype, micros)
                 out[f"{dtype}-{micros}-{recompute}-{way}"] = train(engine, rank, way)
     return out
@@ -173,6 +186,17 @@ def accumulated(rank: int) -> dict[str, Any]:
 
         return both
 
+    def as_accelerate(engine: Any) -> Callable[[list[Tensor]], Any]:
+        def both(pairs: list[Tensor]) -> None:
+            with engine.no_sync():
+                engine.set_gradient_accumulation_boundary(False)
+                engine.backward(engine(pairs[0]))
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(pairs[1]))
+            engine.step()
+
+        return both
+
     out: dict[str, Any] = {}
     for stage in (1, 2):
         out[f"{stage}-managed"] = train(start(DeepNet(), stage, micros=2), rank)
@@ -187,6 +211,8 @@ def accumulated(rank: int) -> dict[str, Any]:
             out[f"{stage}-coalesce"] = steps(engine, inside(engine, "coalesce_grad_reduction", True))
     engine = start(DeepNet(), 1)
     out["1-no_sync"] = steps(engine, inside(engine, "no_sync", False))
+    engine = start(DeepNet(), 1, micros=2)
+    out["1-no_sync divided"] = steps(engine, as_accelerate(engine))
     engine = start(DeepNet(), 2)
     out["2-no_sync"] = said(lambda: inside(engine, "no_sync", False)([tiny.batch(0, rank), tiny.batch(0, rank)]))
     engine.destroy()
@@ -202,10 +228,11 @@ def compiled(rank: int, backends: Sequence[str] = ("eager",)) -> dict[str, Any]:
         out[f"{backend}-before"] = train(start(torch.compile(DeepNet(), backend=backend)), rank)
         cases: dict[str, tuple[str, str, dict[str, Any]]] = {
             "engine": ("no", "engine", {}),
-            "loss.backward": ("no", "loss", {}),
             "recompute": ("not reentrant", "engine", {}),
         }
-        if backend != "eager":
+        if DIRECT:
+            cases["loss.backward"] = ("no", "loss", {})
+        if backend != "eager" and COMPILED_AUTOGRAD:
             cases["autograd"] = ("no", "engine", {"compiled_autograd_enabled": True})
         for name, (recompute, way, more) in cases.items():
             torch._dynamo.reset()

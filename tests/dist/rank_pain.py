@@ -211,11 +211,15 @@ def clip_norm(rank: int, folder: Path) -> dict[str, Any]:
 
 def wandb_config(rank: int, folder: Path) -> dict[str, Any]:
     """DeepSpeed's own W&B monitor, offline."""
+    from deepspeed_scape import ScapeConfigError
     from tests.dist import tiny
 
     os.environ["WANDB_DIR"] = str(folder)
     settings = tiny.config(2, sparsity=0.9, top={"wandb": {"enabled": True, "project": "pain"}})
-    engine = tiny.start(settings)
+    try:
+        engine = tiny.start(settings)
+    except ScapeConfigError as error:  # DeepSpeed 0.16.9 beside a wandb of today
+        return {"refused": str(error)}
     tiny.train_step(engine, 0, rank)
     engine.destroy()
     if rank == 0:

@@ -46,6 +46,9 @@ def bad_cases() -> dict[str, tuple[dict[str, Any], str]]:
     def zero(**z: Any) -> dict[str, Any]:
         return {"zero_optimization": {"stage": 2, **z}}
 
+    from deepspeed_scape import older
+
+    autocast = "torch_autocast.dtype" if older.knows("torch_autocast") else "torch_autocast"  # ignored as a whole
     return {
         "unknown": (params(sparsty=0.9), "optimizer.params.sparsty"),
         "range": (params(sparsity=1.0), "optimizer.params.sparsity"),
@@ -70,12 +73,14 @@ def bad_cases() -> dict[str, tuple[dict[str, Any], str]]:
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
             "bf16.bf16_master_weights_and_grads",
         ),
-        "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
+        "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, autocast),
         "comm_dtype": ({"communication_data_type": "fp32"}, "communication_data_type"),
         "sum": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         "tensor_parallel": ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         "sequence": ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        "amp": ({"amp": {"enabled": True}}, ""),  # DeepSpeed's own words where it has removed the key
+        "quantize": ({"quantize_training": {"enabled": True}}, "quantize_training"),
         "writer": ({"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}, "checkpoint.writer"),
     }
 

@@ -49,10 +49,25 @@ def test_only_a_direct_backward_is_divided_and_only_at_the_parameters() -> None:
     assert optimizer.backward_share() == 1.0
 
 
-def test_a_deepspeed_without_direct_backward_is_left_alone() -> None:
-    engine: Any = SimpleNamespace()
-    divide_at_parameters(engine, SimpleNamespace())  # type: ignore[arg-type]
-    assert vars(engine) == {}
+def test_a_deepspeed_without_direct_backward_divides_in_no_sync_too() -> None:
+    """Before 0.18.3 it does not, and Accelerate's micro-steps at stage 1 weigh more than the last one."""
+
+    def prologue(loss: float, scale_wrt_gas: bool = True) -> float:
+        if loss < 0:
+            raise ValueError(loss)
+        return loss / 4 if scale_wrt_gas and not engine.inside_no_sync_ctxt else loss
+
+    engine: Any = SimpleNamespace(_backward_prologue=prologue, inside_no_sync_ctxt=False)
+    optimizer: Any = SimpleNamespace()
+    divide_at_parameters(engine, optimizer)
+    for inside in (False, True):
+        engine.inside_no_sync_ctxt = inside
+        assert engine._backward_prologue(8.0) == 2.0
+        assert engine._backward_prologue(8.0, scale_wrt_gas=False) == 8.0
+        with pytest.raises(ValueError, match="-1"):
+            engine._backward_prologue(-1.0)
+        assert engine.inside_no_sync_ctxt is inside
+    assert vars(optimizer) == {}  # there is no other backward to take a share of
 
 
 def test_unseen_gradients_are_refused_with_a_remedy() -> None:

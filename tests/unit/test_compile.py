@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="no Triton on this platform")
+triton = pytest.importorskip("triton", reason="no Triton on this platform")
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")
@@ -45,10 +45,19 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if all("ROCm linker" in row.get("error", "") for row in rows if row["target"].startswith("hip")):
+        rows = [row for row in rows if not row["target"].startswith("hip")]
     return {(row["kernel"], row["target"]): row for row in rows}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest, compiled: dict[tuple[str, str], dict[str, Any]]) -> str:
+    its: str = request.param
+    if not any(key[1] == its for key in compiled):
+        pytest.skip(f"Triton {triton.__version__} links for {its} with the ld.lld of a ROCm, which is not here")
+    return its
+
+
 def test_everything_compiles_without_spills(compiled: dict[tuple[str, str], dict[str, Any]], target: str) -> None:
     rows = {kernel: row for (kernel, its), row in compiled.items() if its == target}
     wrong = {kernel: row for kernel, row in rows.items() if "error" in row or row["spills"]}
@@ -58,7 +67,6 @@ def test_everything_compiles_without_spills(compiled: dict[tuple[str, str], dict
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("target", TARGETS)
 def test_contiguous_passes_load_16_bytes_at_a_time(
     compiled: dict[tuple[str, str], dict[str, Any]], target: str
 ) -> None:
@@ -66,7 +74,6 @@ def test_contiguous_passes_load_16_bytes_at_a_time(
     assert {kernel: n for kernel, n in got.items() if n < WIDE[kernel]} == {}
 
 
-@pytest.mark.parametrize("target", TARGETS)
 def test_a_score_is_two_products_and_a_sum(compiled: dict[tuple[str, str], dict[str, Any]], target: str) -> None:
     """One fused multiply-add and the mask would be another than the CPU's."""
     scores = ("top_k._collect", "top_k._sample", "block_top_k.")

@@ -57,9 +57,10 @@ def test_install_and_remove_are_idempotent_and_nest(one_rank):
     assert vars(dist.ProcessGroup)["allreduce"] is original
     dist.all_reduce(torch.ones(3))
     assert (outer.calls, inner.calls) == (4, 4)
+    said = hasattr(dist.AllreduceOptions(), "asyncOp")  # torch 2.6 does not tell who waits
     assert [(r.op, r.group_size, r.tensor_bytes, r.bytes_sent, r.async_op) for r in inner.records] == [
-        ("all_reduce", 1, 12, 0, True),
-        ("all_reduce", 1, 20, 0, False),
+        ("all_reduce", 1, 12, 0, True if said else None),
+        ("all_reduce", 1, 20, 0, False if said else None),
     ]
     inner.reset()
     assert (inner.calls, inner.bytes_sent, inner.records) == (0, 0, [])
