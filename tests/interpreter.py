@@ -1,7 +1,7 @@
 """Mend what Triton's interpreter does otherwise than every GPU.
 
-It cuts fp32 off to bf16 instead of rounding it; before 3.9 it takes a scalar for no loop bound with a new numpy; and 3.2
-keeps numpy's int64 for a sum of int32, of which a store then writes 8 bytes where there is room for 4.
+It cuts fp32 off to bf16 instead of rounding it; before 3.9 it takes a scalar for no loop bound with a new numpy; and
+that of 3.2 keeps numpy's int64 for a sum of int32, of which a store then writes 8 bytes where there is room for 4.
 """
 
 from __future__ import annotations
