@@ -86,6 +86,7 @@ def import_early() -> None:
     import contextlib
     import importlib
 
+    os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 starts its pool of compilers, and a thread for it, when imported
     import deepspeed
     import torch._dynamo  # by any optimizer's constructor, 2 s
     import torch._inductor.compile_fx  # noqa: F401 (by DeepSpeed's Muon, 2 s, whatever the optimizer)
