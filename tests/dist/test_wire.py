@@ -5,6 +5,7 @@ what all of them sent together, and the kernel's TCP_INFO of a rank's sockets sa
 script (inside that namespace) this file is the ranks; one launch measures everything, and the tests read its report.
 """
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -62,12 +63,21 @@ def report(tmp_path_factory) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text())
 
 
+def skip_unsupported(seen: dict[str, Any]) -> None:
+    """An older torch's gloo has not every collective; one of 2.13 must."""
+    version = importlib.metadata.version("torch")
+    if "unsupported" in seen and tuple(map(int, version.split(".")[:2])) < (2, 13):
+        pytest.skip(f"torch {version}: {seen['unsupported']}")
+    assert "unsupported" not in seen, seen
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("op", OPS)
 def test_bytes_sent_are_what_the_kernel_sent(report, op, world_size):
     """Sum over the ranks within 5% of the loopback's TX bytes, and each rank within 5% of its own sockets'."""
     seen = report[f"{op}-W{world_size}"]
+    skip_unsupported(seen)
     predicted = sum(seen["predicted"])
     assert predicted > MB
     assert abs(seen["loopback"] - predicted) <= TOLERANCE * predicted + PER_CALL * REPEATS * world_size, seen
@@ -82,6 +92,7 @@ def test_bytes_sent_are_what_the_kernel_sent(report, op, world_size):
 def test_deepspeed_calls_are_counted_once(report, op, world_size):
     """Also through the functions its backend took before the meter was installed."""
     seen = report[f"{op}-W{world_size}"]
+    skip_unsupported(seen)
     assert seen["calls"] == [REPEATS] * world_size
 
 
@@ -193,7 +204,13 @@ def run_rank(rank: int, n: int, store: str, path: str) -> None:
     calls = make_calls(rank, n)
     assert list(calls) == OPS
     for name, call in calls.items():
-        call()  # connections are made
+        try:
+            call()  # connections are made
+        except RuntimeError as error:  # torch 2.6's gloo: some collectives that later ones have, on no rank
+            if "does not support" not in str(error):
+                raise
+            report[f"{name}-W{n}"] = {"unsupported": str(error).splitlines()[0]}
+            continue
         dist.barrier()
         meter.reset()
         before = (loopback_bytes(), socket_bytes())
@@ -216,11 +233,13 @@ def run_rank(rank: int, n: int, store: str, path: str) -> None:
         }
     if rank == 0:
         Path(path).write_text(json.dumps(report))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # torch 2.6 now and then never comes back from destroy_process_group()
 
 
 def main(path: str) -> None:
     """One world size after the other, since they share the loopback; forked, so that DeepSpeed is imported once."""
+    os.environ["TORCH_WARM_POOL"] = "0"  # torch 2.6 would start threads, which no fork survives
     import deepspeed  # noqa: F401  (once, before the forks)
     import torch.multiprocessing as mp
 
