@@ -45,7 +45,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if all("ROCm linker" in row.get("error", "") for row in rows if row["target"].startswith("hip")):
+    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+    if old and all("ROCm linker" in row.get("error", "") for row in rows if row["target"].startswith("hip")):
         rows = [row for row in rows if not row["target"].startswith("hip")]
     return {(row["kernel"], row["target"]): row for row in rows}
 
