@@ -45,11 +45,14 @@ class Exchange:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.mask_group = dist.new_group(dist.get_process_group_ranks(group))
+        self.mask_group = dist.new_group(self._ranks())
         self.overlap = overlap
         self.point_to_point = group._get_backend(device).name() == "gloo"
         # gloo's collectives keep to the limit of their group, its messages only to one that is given
         self.patience = patience if self.point_to_point else None
+        # under torch 2.6 gloo's collectives keep to the limit that their group was made with, and to no later one
+        limit = None if self.patience is None else timedelta(seconds=self.patience)
+        self.scalar_group = group if limit is None else dist.new_group(self._ranks(), timeout=limit)
         self.sent: Counter[str] = Counter()  # bytes this rank has put on the wire, by purpose, since the last take
         self.side = SideStream(device, overlap)  # of the mask gather and its decoding
         self._in_flight: tuple[list[dist.Work], Callable[[], list[Tensor]]] | None = None
@@ -63,7 +66,7 @@ class Exchange:
     def sum_scalars(self, values: Tensor) -> Tensor:
         """Sum (n,) fp64 over the ranks; every rank gets the same bits."""
         if self.world_size > 1:
-            dist.all_reduce(values, group=self.group)
+            dist.all_reduce(values, group=self.scalar_group)
             self._count("scalar", 2 * values.nbytes / self.world_size)
         return values
 
@@ -181,8 +184,13 @@ class Exchange:
                 wait_all(works, patience)
 
     def destroy(self) -> None:
-        """Give the mask's process group back. Not for the end of a process, when peers may be gone."""
+        """Give the process groups of its own back. Not for the end of a process, when peers may be gone."""
         dist.destroy_process_group(self.mask_group)
+        if self.scalar_group is not self.group:
+            dist.destroy_process_group(self.scalar_group)
+
+    def _ranks(self) -> list[int]:
+        return list(dist.get_process_group_ranks(self.group))
 
     def _all_gather(
         self, own: Tensor, purpose: str, group: dist.ProcessGroup, async_op: bool
