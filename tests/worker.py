@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def leave() -> None:
 def args() -> list[str]:
     """The script's arguments, without the `--local_rank=N` that the `deepspeed` launcher puts first."""
     return [a for a in sys.argv[1:] if not a.startswith("--local_rank=")]
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    """Kind and text of the error that `action` ends in, "nothing" without one."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def report(result: Any) -> None:

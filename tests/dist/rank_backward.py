@@ -92,14 +92,6 @@ def train(engine: Any, rank: int, way: str = "engine") -> dict[str, Any]:
     return outcome(engine, losses)
 
 
-def said(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def ways(rank: int) -> dict[str, Any]:
     """CASES: ZeRO stage, dtype, micro-steps, and whether the model returns its loss alone or logits beside it."""
     out = {}
@@ -121,17 +113,17 @@ def unscaled(rank: int) -> dict[str, str]:
     out = {}
     for name, section in (("dynamic", {"initial_scale_power": 8}), ("static", {"loss_scale": 128})):
         engine = start(DeepNet(), dtype="fp16", fp16={"enabled": True, **section})
-        out[name] = said(lambda engine=engine: engine(tiny.batch(0, rank)).backward())
-        out[f"{name} step"] = said(engine.step)
+        out[name] = worker.error_of(lambda engine=engine: engine(tiny.batch(0, rank)).backward())
+        out[f"{name} step"] = worker.error_of(engine.step)
         engine.destroy()
     if not DIRECT:
         engine = start(DeepNet())
         engine(tiny.batch(0, rank)).backward()
-        out["direct"] = said(engine.step)
+        out["direct"] = worker.error_of(engine.step)
         engine.destroy()
     engine = start(DeepNet())
     engine.module(tiny.batch(0, rank)).backward()
-    out["module"] = said(engine.step)
+    out["module"] = worker.error_of(engine.step)
     engine.destroy()
     return out
 
@@ -139,7 +131,9 @@ def unscaled(rank: int) -> dict[str, str]:
 def recomputed(rank: int) -> dict[str, Any]:
     """Every way to recompute, under engine.backward and loss.backward, against activations that are kept."""
     alone = torch.zeros(2, requires_grad=True)
-    out: dict[str, Any] = {"deepspeed alone": said(lambda: deepspeed.checkpointing.checkpoint(nn.Identity(), alone))}
+    out: dict[str, Any] = {
+        "deepspeed alone": worker.error_of(lambda: deepspeed.checkpointing.checkpoint(nn.Identity(), alone))
+    }
     able = RECOMPUTES if out["deepspeed alone"] == "nothing" else RECOMPUTES[:2]
     for dtype, micros in (("fp32", 1), ("bf16", 1), ("fp32", 2)):
         for recompute in ("no", *able):
@@ -204,7 +198,9 @@ def accumulated(rank: int) -> dict[str, Any]:
         out[f"{stage}-boundary"] = steps(engine, boundary(engine))
         if hasattr(engine, "managed_gradient_accumulation"):
             engine = start(DeepNet(), stage, micros=2, managed_gradient_accumulation=False)
-            out[f"{stage}-set boundary"] = said(lambda engine=engine: engine.set_gradient_accumulation_boundary(True))
+            out[f"{stage}-set boundary"] = worker.error_of(
+                lambda engine=engine: engine.set_gradient_accumulation_boundary(True)
+            )
             out[f"{stage}-unmanaged"] = steps(engine, unmanaged(engine))
         if hasattr(engine, "coalesce_grad_reduction"):
             engine = start(DeepNet(), stage)
@@ -214,7 +210,9 @@ def accumulated(rank: int) -> dict[str, Any]:
     engine = start(DeepNet(), 1, micros=2)
     out["1-no_sync divided"] = steps(engine, as_accelerate(engine))
     engine = start(DeepNet(), 2)
-    out["2-no_sync"] = said(lambda: inside(engine, "no_sync", False)([tiny.batch(0, rank), tiny.batch(0, rank)]))
+    out["2-no_sync"] = worker.error_of(
+        lambda: inside(engine, "no_sync", False)([tiny.batch(0, rank), tiny.batch(0, rank)])
+    )
     engine.destroy()
     return out
 

@@ -102,15 +102,15 @@ def refuse(rank: int) -> dict[str, str]:
 
     said = {}
     for name, (change, _) in bad_cases().items():
-        said[name] = _error_of(lambda change=change: tiny.start(tiny.config(top=change)))
+        said[name] = worker.error_of(lambda change=change: tiny.start(tiny.config(top=change)))
     model = tiny.TinyNet()
     client = torch.optim.AdamW(model.parameters())
-    said["client"] = _error_of(lambda: tiny.start(tiny.config(), model, optimizer=client))
+    said["client"] = worker.error_of(lambda: tiny.start(tiny.config(), model, optimizer=client))
     frozen = tiny.TinyNet().requires_grad_(False)
-    said["frozen"] = _error_of(lambda: tiny.start(tiny.config(), frozen, list(frozen.parameters())))
-    said["scheduler"] = _error_of(lambda: half_frozen_with_scheduler())
-    said["experts"] = _error_of(lambda: tiny.start(tiny.config(), expert_model()))
-    said["pipeline"] = _error_of(lambda: tiny.start(tiny.config(stage=1), pipeline_model()))
+    said["frozen"] = worker.error_of(lambda: tiny.start(tiny.config(), frozen, list(frozen.parameters())))
+    said["scheduler"] = worker.error_of(lambda: half_frozen_with_scheduler())
+    said["experts"] = worker.error_of(lambda: tiny.start(tiny.config(), expert_model()))
+    said["pipeline"] = worker.error_of(lambda: tiny.start(tiny.config(stage=1), pipeline_model()))
     return said
 
 
@@ -127,14 +127,6 @@ def half_frozen_with_scheduler() -> Any:
     settings = tiny.config()
     del settings["optimizer"]
     return tiny.start(settings, model, optimizer=optimizer, lr_scheduler=scheduler)
-
-
-def _error_of(build: Any) -> str:
-    try:
-        build()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "built"
 
 
 def client_optimizer(rank: int) -> list[float]:

@@ -180,7 +180,7 @@ def weights(folder: Path) -> dict[str, Any]:
     there = sorted(path.name for path in (folder / "only" / f"checkpoint-{SAVED}").iterdir())
     out["only model"] = [name for name in there if name.startswith(("global_step", "latest", "model"))]
     resume = str(folder / "only" / f"checkpoint-{SAVED}")
-    out["resume only model"] = said(lambda: run(folder / "only", AUTO, resume=resume, **more))
+    out["resume only model"] = worker.error_of(lambda: run(folder / "only", AUTO, resume=resume, **more))
     return out
 
 
@@ -191,18 +191,10 @@ def refused(folder: Path) -> dict[str, str]:
     contrary = {**AUTO, "optimizer": {"type": "SCAPE", "params": {"lr": 1.0}}}
     stage3 = {**AUTO, "zero_optimization": {"stage": 3}}
     return {
-        "unfilled": said(lambda: run(folder, unfilled)),
-        "contrary": said(lambda: run(folder, contrary)),
-        "stage 3": said(lambda: run(folder, stage3)),
+        "unfilled": worker.error_of(lambda: run(folder, unfilled)),
+        "contrary": worker.error_of(lambda: run(folder, contrary)),
+        "stage 3": worker.error_of(lambda: run(folder, stage3)),
     }
-
-
-def said(action: Any) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def main() -> None:
