@@ -130,7 +130,7 @@ def _select_candidates(
         before.smallest = None
         return select_top(pending_moment(moments, step, beta1), kept)
     smallest = np.partition(score, score.size - kept)[score.size - kept]
-    before.smallest = float(smallest) if 0 < smallest < np.inf else None
+    before.smallest = float(smallest)
     chosen = score > smallest
     ties = np.flatnonzero(score == smallest)[: kept - np.count_nonzero(chosen)]
     chosen[ties] = True

@@ -65,6 +65,7 @@ def test_sum_squares(dtype: torch.dtype) -> None:
     expected = sum(float(g.double().square().sum()) for g in grads)
     assert float(sum_squares(grads)) == pytest.approx(expected, rel=1e-5)  # fp32 dot products of 65,536
     assert float(sum_squares([])) == 0.0
+    assert float(sum_squares([torch.zeros(0).to(dtype)])) == 0.0
 
 
 def test_large_finite_gradients_are_finite() -> None:
