@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests import worker
-from tests.dist.rank_trainer import AUTO, SCHEDULE, replicas_equal, said
+from tests.dist.rank_trainer import AUTO, SCHEDULE, replicas_equal
 
 STEPS, SAVED = 6, 3
 OPTIMIZER = {"type": "SCAPE", "params": {"lr": "auto", "weight_decay": "auto", "sparsity": 0.9}}
@@ -134,10 +134,10 @@ def refused(folder: Path) -> dict[str, str]:
     unfilled = {**SETTINGS, "optimizer": {"type": "SCAPE", "params": {"lr": "auto", "betas": "auto"}}}
     managed = {**SETTINGS, "managed_gradient_accumulation": False}
     return {
-        "betas": said(lambda: Run(unfilled)),
-        "stage 3": said(lambda: Run({**SETTINGS, "zero_optimization": {"stage": 3}})),
-        "unmanaged": said(lambda: Run(managed).train(1)),
-        "plain": said(lambda: plain()),
+        "betas": worker.error_of(lambda: Run(unfilled)),
+        "stage 3": worker.error_of(lambda: Run({**SETTINGS, "zero_optimization": {"stage": 3}})),
+        "unmanaged": worker.error_of(lambda: Run(managed).train(1)),
+        "plain": worker.error_of(lambda: plain()),
     }
 
 
