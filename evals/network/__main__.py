@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", default="gpt-10m", choices=list(PRESETS), metavar="PRESET", help="gpt-10m, gpt-25m")
     parser.add_argument("--seq", type=int, help="tokens a sample; default: the preset's")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples a rank and step")
-    parser.add_argument("--rounds", type=int, default=8, help="of quick methods")
+    parser.add_argument("--rounds", type=int, default=8, help="of what is close; peers get 2")
     parser.add_argument("--steps", type=int, help="of a block, default 3; of a training run (loss), default 3000")
     parser.add_argument(
         "--minutes", type=float, default=14.0, help="for the whole table; fewer rounds when it gets late"

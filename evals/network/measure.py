@@ -2,8 +2,8 @@
 
 A round is one block of steps of each method, between barriers. Methods of like speed are neighbours in it, since they
 are what is compared closely and a machine's speed wanders within seconds; odd rounds go backwards, so that a machine
-that gets slower or faster hits both ends alike. Ratios are taken inside a round and their median is reported; quick
-methods take part in more rounds than slow ones.
+that gets slower or faster hits both ends alike. Ratios are taken inside a round and their median is reported. What is
+held against its ceiling to a few percent takes part in all rounds; a peer that is several times as slow, in the first.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 
 from evals.network.bystanders import Bystanders
 from evals.network.hosts import Hosts
-from evals.network.methods import METHODS
+from evals.network.methods import CLOSE, METHODS
 from evals.network.ranks import Ranks
 
 WARM_STEPS = 4  # PowerSGD starts compressing at its third
 LONG_MS, SLOW_MS = 300.0, 800.0  # of steps so long a block has 2, or 1 without a lead: caches don't matter then
-ROUNDS_OF_SLOW = {5000.0: 1, 1000.0: 2}  # ms a step: rounds; the network's share of such a step hardly varies
+PEER_ROUNDS = 2  # of what is not close to anything
+NETWORK_MS, VERY_SLOW_MS = 1000.0, 5000.0  # of a peer's steps that are nearly all network; of which one round is enough
 DISTURBED, TRIES = 0.04, 3  # share of the processors that others may use during a block; how often it is tried
 PROBE_SIZES = (4, 1 << 20, 1 << 23)  # bytes of the bare all-reduces
 
@@ -44,7 +45,7 @@ class Settings:
     logs: Path = Path("runs/network/logs")
 
 
-MIN_ROUNDS = 2
+MIN_ROUNDS = 3
 UNSHAPED = 2.5  # share of the time: what the planner's check is calibrated with
 
 
@@ -79,7 +80,7 @@ def order_of(methods: Sequence[str], round_number: int) -> list[str]:
 
 def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
     """A block for a method whose last one took ``last_ms`` a step."""
-    slow = last_ms > SLOW_MS
+    slow = last_ms > SLOW_MS and (method not in CLOSE or last_ms > VERY_SLOW_MS)
     overlapped = METHODS[method].is_scape  # its mask in flight has to be the steady state's
     return {
         "do": "block",
@@ -89,9 +90,11 @@ def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
     }
 
 
-def rounds_of(last_ms: float, rounds: int) -> int:
+def rounds_of(method: str, last_ms: float, rounds: int) -> int:
     """In how many of the rounds a method takes part whose last step took ``last_ms``."""
-    return min([rounds, *(few for ms, few in ROUNDS_OF_SLOW.items() if last_ms > ms)])
+    if method in CLOSE:
+        return rounds
+    return min(rounds, 1 if last_ms > VERY_SLOW_MS else PEER_ROUNDS)
 
 
 def step_ms(method: str, ms: list[list[float]]) -> float:
@@ -126,7 +129,7 @@ class Comparison:
             self.params = self.ranks.ask(request)[0]["params"]
             warm = self.ranks.ask({"do": "block", "method": name, "lead": 0, "steps": 1})
             self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
-            if rounds_of(self.last_ms[name], 3) == 3 or method.hook:
+            if self.last_ms[name] < NETWORK_MS or method.hook:
                 warm = self.ranks.ask({"do": "block", "method": name, "lead": WARM_STEPS - 2, "steps": 1})
                 self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
             counted[name] = statistics.fmean(reply["counted"] for reply in warm)
@@ -142,7 +145,7 @@ class Comparison:
                 break
             began = time.monotonic()
             for name in order_of(by_speed, number):
-                if number < rounds_of(self.last_ms[name], self.settings.rounds):
+                if number < rounds_of(name, self.last_ms[name], self.settings.rounds):
                     self._block(rows[name], number, deadline)
             took = time.monotonic() - began
             self.say(
@@ -173,8 +176,9 @@ class Comparison:
             share = self.bystanders.share()
             if best is None or share < best[1]:
                 best = replies, share
-            # the step of a very slow method is nearly all network, which a busy neighbour does not slow down
-            if share <= DISTURBED or self.last_ms[method] > min(ROUNDS_OF_SLOW) or time.monotonic() > deadline:
+            # a busy neighbour does not slow the network down
+            nearly_all_network = method not in CLOSE and self.last_ms[method] > NETWORK_MS
+            if share <= DISTURBED or nearly_all_network or time.monotonic() > deadline:
                 break
         assert best is not None
         return best

@@ -76,6 +76,7 @@ METHODS = {
     )
 }
 ALIKE = tuple(n for n, m in METHODS.items() if m.kind in ("local", "mock") or m.is_scape)  # nothing sent in a backward
+CLOSE = ("compute", "scape99-z1", "scape99", "mock99")  # to be within a few percent of each other
 PEERS = ("ddp", "ddp-bf16", "powersgd", "zero1", "zero2", "zero2-owner", "zero2-bf16", "zero2-bf16-comm")
 SCAPES = tuple(name for name, method in METHODS.items() if method.is_scape)
 

@@ -18,7 +18,7 @@ from evals.network.bystanders import Bystanders
 from evals.network.loss import Curve
 from evals.network.loss import table as loss_table
 from evals.network.measure import Comparison, Row, Settings, block_request, order_of, rounds_of, speed, step_ms
-from evals.network.methods import METHODS
+from evals.network.methods import CLOSE, METHODS
 from evals.network.predict import check_all, cluster_of, gather_factor
 from evals.network.report import Table, as_csv, grid, markdown, read_csv, verdicts
 
@@ -148,11 +148,15 @@ def test_blocks() -> None:
     assert block_request("zero2", 3000, 3) == {"do": "block", "method": "zero2", "lead": 0, "steps": 1}
     assert block_request("zero2", 100, 3)["lead"] == 1 and block_request("zero2", 100, 3)["steps"] == 3
     assert block_request("zero2", 500, 3)["lead"] == 1 and block_request("zero2", 500, 3)["steps"] == 2
-    assert block_request("scape99", 3000, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 1}
+    assert block_request("scape90", 2000, 3) == {"do": "block", "method": "scape90", "lead": 1, "steps": 1}
+    assert block_request("scape99", 6000, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 1}
+    assert block_request("mock99", 1000, 3) == {"do": "block", "method": "mock99", "lead": 1, "steps": 2}
 
 
-def test_slow_steps_take_part_in_fewer_rounds() -> None:
-    assert [rounds_of(ms, 4) for ms in (900, 1100, 5100)] == [4, 2, 1] and rounds_of(1100, 1) == 1
+def test_only_what_is_close_takes_part_in_every_round() -> None:
+    assert [rounds_of("zero2", ms, 8) for ms in (900, 4900, 5100)] == [2, 2, 1] and rounds_of("zero2", 900, 1) == 1
+    assert {rounds_of(name, 5000, 8) for name in CLOSE} == {8}
+    assert {METHODS[name].like for name in CLOSE} <= {"", "scape99"} and "scape99" in CLOSE
 
 
 def test_compute_alone_is_as_slow_as_the_slowest_rank_of_each_step() -> None:
