@@ -38,10 +38,12 @@ def simulate(case: dict[str, Any], world: int) -> dict[str, list[Any]]:
             lr=group["lr"],
             weight_decay=group["weight_decay"],
             betas=tuple(options.get("betas", (0.9, 0.95))),
+            eps=options.get("eps", 1e-8),
         )
         for group in two_groups(model, lr, decay)
     ]
-    options.pop("betas", None)
+    for name in ("betas", "eps"):
+        options.pop(name, None)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     for name in ("value_dtype", "residual_dtype"):
         if name in options:
