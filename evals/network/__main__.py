@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=8, help="of what is close; peers get 2")
     parser.add_argument("--steps", type=int, help="of a block, default 3; of a training run (loss), default 3000")
     parser.add_argument(
-        "--minutes", type=float, default=14.0, help="for the whole table; fewer rounds when it gets late"
+        "--minutes", type=float, default=14.4, help="for the whole table; fewer rounds when it gets late"
     )
     parser.add_argument(
         "--corpus", type=Path, default=ROOT.parent / "shared" / "data" / "corpus", help="loss: the novels"
@@ -126,7 +126,7 @@ def where_from(args: argparse.Namespace) -> dict[str, str]:
 def run_table(args: argparse.Namespace, where: dict[str, str], say: Any) -> None:
     settings, rows = settings_of(args), []
     for count in args.hosts:
-        minutes = args.minutes * (count + 1) / sum(n + 1 for n in args.hosts)  # all ranks share the machine's cores
+        minutes = args.minutes * (count + 8) / sum(n + 8 for n in args.hosts)  # all ranks share the machine's cores
         rows += compare(count, replace(settings, minutes=minutes), say)
         table = Table(rows)  # written after every number of hosts: a later failure costs only what it was at
         write(args.output / "network.csv", as_csv(table, where))

@@ -23,7 +23,7 @@ from evals.network.ranks import Ranks
 WARM_STEPS = 4  # PowerSGD starts compressing at its third
 LONG_MS, SLOW_MS = 300.0, 800.0  # of steps so long a block has 2, or 1 without a lead: caches don't matter then
 PEER_ROUNDS = 2  # of what is not close to anything
-NETWORK_MS, VERY_SLOW_MS = 1000.0, 5000.0  # of a peer's steps that are nearly all network; of which one round is enough
+NETWORK_MS, VERY_SLOW_MS = 1000.0, 3000.0  # of a peer's steps that are nearly all network; of which one round is enough
 DISTURBED, TRIES = 0.04, 3  # share of the processors that others may use during a block; how often it is tried
 PROBE_SIZES = (4, 1 << 20, 1 << 23)  # bytes of the bare all-reduces
 
@@ -39,14 +39,10 @@ class Settings:
     methods: tuple[str, ...] = tuple(METHODS)
     rounds: int = 8
     steps: int = 3  # in a block
-    minutes: float = 7.0  # for one number of hosts; rounds are left out when it gets late, down to MIN_ROUNDS
+    minutes: float = 7.0  # for one number of hosts; rounds of what is close are left out when it gets late
     cache: Path = Path("runs/tokens")
     tokens_key: str = ""
     logs: Path = Path("runs/network/logs")
-
-
-MIN_ROUNDS = 3
-UNSHAPED = 2.5  # share of the time: what the planner's check is calibrated with
 
 
 @dataclass
@@ -135,23 +131,23 @@ class Comparison:
             counted[name] = statistics.fmean(reply["counted"] for reply in warm)
             self.say(f"{self.hosts.count} hosts: {method.title} is ready")
 
-    def measure(self, mbit: float | None, deadline: float) -> list[Row]:
-        """All methods at one bandwidth: ``rounds`` rounds, fewer once ``deadline`` (time.monotonic) has passed."""
+    def measure(self, rows: dict[str, Row], rounds: range, deadline: float) -> None:
+        """Some rounds at the bandwidth of ``rows``, which get them.
+
+        After ``deadline`` (time.monotonic) no block is measured again, and none of the close rounds begins.
+        """
+        mbit = next(iter(rows.values())).mbit
         self.hosts.shape(mbit)
-        rows = {n: Row(self.hosts.count, mbit, n, self.params) for n in self.settings.methods}
-        by_speed = sorted(self.settings.methods, key=lambda name: self.last_ms[name])
-        for number in range(self.settings.rounds):
-            if number >= MIN_ROUNDS and time.monotonic() > deadline:
+        by_speed = sorted(rows, key=lambda name: self.last_ms[name])
+        for number in rounds:
+            chosen = [n for n in order_of(by_speed, number) if number < rounds_of(n, self.last_ms[n], rounds.stop)]
+            if not chosen or number >= PEER_ROUNDS and time.monotonic() > deadline:
                 break
             began = time.monotonic()
-            for name in order_of(by_speed, number):
-                if number < rounds_of(name, self.last_ms[name], self.settings.rounds):
-                    self._block(rows[name], number, deadline)
+            for name in chosen:
+                self._block(rows[name], number, deadline)
             took = time.monotonic() - began
-            self.say(
-                f"{self.hosts.count} hosts, {speed(mbit)}: round {number + 1} of {self.settings.rounds}, {took:.0f} s"
-            )
-        return [*rows.values(), *self._probe(mbit)]
+            self.say(f"{self.hosts.count} hosts, {speed(mbit)}: round {number + 1} of {rounds.stop}, {took:.0f} s")
 
     def _block(self, row: Row, number: int, deadline: float) -> None:
         replies, others = self._undisturbed(row.method, deadline)
@@ -183,7 +179,8 @@ class Comparison:
         assert best is not None
         return best
 
-    def _probe(self, mbit: float | None) -> list[Row]:
+    def probe(self, mbit: float | None) -> list[Row]:
+        """Bare collectives at the bandwidth that was measured last."""
         replies = self.ranks.ask({"do": "probe", "sizes": PROBE_SIZES, "repeat": 5})
         rows = []
         for i, size in enumerate(PROBE_SIZES):
@@ -212,10 +209,14 @@ def compare(count: int, settings: Settings, say: Say) -> list[Row]:
     with Hosts(count) as hosts, Ranks(hosts, settings.logs / f"{count}-hosts") as ranks:
         comparison = Comparison(hosts, ranks, settings, say)
         comparison.prepare()
-        rows = []
-        for i, mbit in enumerate(settings.mbits):
-            # what is left is shared in proportion to how much longer steps get on a slower network
-            weights = [UNSHAPED if m is None else 1.0 + 200.0 / m for m in settings.mbits[i:]]
-            share = (deadline - time.monotonic()) * weights[0] / sum(weights)
-            rows += comparison.measure(mbit, time.monotonic() + share)
-    return rows
+        rows = {m: {n: Row(count, m, n, comparison.params) for n in settings.methods} for m in settings.mbits}
+        probes = []
+        for mbit in settings.mbits:
+            comparison.measure(rows[mbit], range(min(PEER_ROUNDS, settings.rounds)), deadline)
+            probes += comparison.probe(mbit)
+        # what is close is compared in the time that is left, unshaped last: nothing is asked of it there
+        left = sorted(settings.mbits, key=lambda mbit: mbit is None)
+        for i, mbit in enumerate(left):
+            share = (deadline - time.monotonic()) / (len(left) - i)
+            comparison.measure(rows[mbit], range(PEER_ROUNDS, settings.rounds), time.monotonic() + share)
+        return [row for mbit in settings.mbits for row in rows[mbit].values()] + probes
