@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", default="gpt-10m", choices=list(PRESETS), metavar="PRESET", help="gpt-10m, gpt-25m")
     parser.add_argument("--seq", type=int, help="tokens a sample; default: the preset's")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples a rank and step")
-    parser.add_argument("--rounds", type=int, default=8, help="of what is close; peers get 2")
+    parser.add_argument("--rounds", type=int, default=8, help="of what is close; peers get at most 3")
     parser.add_argument("--steps", type=int, help="of a block, default 3; of a training run (loss), default 3000")
     parser.add_argument(
         "--minutes", type=float, default=14.4, help="for the whole table; fewer rounds when it gets late"
@@ -126,7 +126,7 @@ def where_from(args: argparse.Namespace) -> dict[str, str]:
 def run_table(args: argparse.Namespace, where: dict[str, str], say: Any) -> None:
     settings, rows = settings_of(args), []
     for count in args.hosts:
-        minutes = args.minutes * (count + 8) / sum(n + 8 for n in args.hosts)  # all ranks share the machine's cores
+        minutes = args.minutes * (count + 6) / sum(n + 6 for n in args.hosts)  # all ranks share the machine's cores
         rows += compare(count, replace(settings, minutes=minutes), say)
         table = Table(rows)  # written after every number of hosts: a later failure costs only what it was at
         write(args.output / "network.csv", as_csv(table, where))

@@ -21,9 +21,9 @@ from evals.network.methods import CLOSE, METHODS
 from evals.network.ranks import Ranks
 
 WARM_STEPS = 4  # PowerSGD starts compressing at its third
-LONG_MS, SLOW_MS = 300.0, 800.0  # of steps so long a block has 2, or 1 without a lead: caches don't matter then
-PEER_ROUNDS = 2  # of what is not close to anything
-NETWORK_MS, VERY_SLOW_MS = 1000.0, 3000.0  # of a peer's steps that are nearly all network; of which one round is enough
+LONG_MS, SLOW_MS = 300.0, 800.0  # ms of a step: a block has 1 step (2 of CLOSE); it needs no lead
+PEER_ROUNDS = 3  # of what is not close to anything
+NETWORK_MS, VERY_SLOW_MS = 2000.0, 4000.0  # ms of a step that is mostly network: 2 rounds of it do, or 1
 DISTURBED, TRIES = 0.04, 3  # share of the processors that others may use during a block; how often it is tried
 PROBE_SIZES = (4, 1 << 20, 1 << 23)  # bytes of the bare all-reduces
 
@@ -76,21 +76,18 @@ def order_of(methods: Sequence[str], round_number: int) -> list[str]:
 
 def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
     """A block for a method whose last one took ``last_ms`` a step."""
-    slow = last_ms > SLOW_MS and (method not in CLOSE or last_ms > VERY_SLOW_MS)
+    slow, close = last_ms > SLOW_MS, method in CLOSE and last_ms < VERY_SLOW_MS
     overlapped = METHODS[method].is_scape  # its mask in flight has to be the steady state's
-    return {
-        "do": "block",
-        "method": method,
-        "lead": 1 if overlapped or not slow else 0,
-        "steps": 1 if slow else min(steps, 2) if last_ms > LONG_MS else steps,
-    }
+    if last_ms > LONG_MS:
+        steps = min(steps, 2 if close else 1)
+    return {"do": "block", "method": method, "lead": 1 if overlapped or close or not slow else 0, "steps": steps}
 
 
 def rounds_of(method: str, last_ms: float, rounds: int) -> int:
     """In how many of the rounds a method takes part whose last step took ``last_ms``."""
     if method in CLOSE:
         return rounds
-    return min(rounds, 1 if last_ms > VERY_SLOW_MS else PEER_ROUNDS)
+    return min(rounds, 1 if last_ms > VERY_SLOW_MS else 2 if last_ms > NETWORK_MS else PEER_ROUNDS)
 
 
 def step_ms(method: str, ms: list[list[float]]) -> float:
@@ -125,7 +122,7 @@ class Comparison:
             self.params = self.ranks.ask(request)[0]["params"]
             warm = self.ranks.ask({"do": "block", "method": name, "lead": 0, "steps": 1})
             self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
-            if self.last_ms[name] < NETWORK_MS or method.hook:
+            if self.last_ms[name] < SLOW_MS or method.hook:
                 warm = self.ranks.ask({"do": "block", "method": name, "lead": WARM_STEPS - 2, "steps": 1})
                 self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
             counted[name] = statistics.fmean(reply["counted"] for reply in warm)
@@ -214,8 +211,8 @@ def compare(count: int, settings: Settings, say: Say) -> list[Row]:
         for mbit in settings.mbits:
             comparison.measure(rows[mbit], range(min(PEER_ROUNDS, settings.rounds)), deadline)
             probes += comparison.probe(mbit)
-        # what is close is compared in the time that is left, unshaped last: nothing is asked of it there
-        left = sorted(settings.mbits, key=lambda mbit: mbit is None)
+        # what is close is compared in the time that is left, but for unshaped, where nothing is asked of it
+        left = [mbit for mbit in settings.mbits if mbit is not None] or settings.mbits
         for i, mbit in enumerate(left):
             share = (deadline - time.monotonic()) / (len(left) - i)
             comparison.measure(rows[mbit], range(PEER_ROUNDS, settings.rounds), time.monotonic() + share)
