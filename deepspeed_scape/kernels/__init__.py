@@ -42,6 +42,9 @@ class Ops(Protocol):
     def pack(self, residual: Tensor, position: Tensor | None, out: Tensor) -> None:
         """out (W, K) = the residual at ``position`` (W*K,), or all of it; zeros stay there."""
 
+    def pack_bucket(self, bucket: Tensor, start: int, position: Tensor, out: Tensor) -> None:
+        """The same for those of one owner's ``position`` (K,) that lie in [start, start + n) of ``bucket`` (n,)."""
+
     def update(
         self,
         own: Tensor | None,

@@ -79,6 +79,22 @@ def pack(
         residual.index_fill_(0, position, 0.0)
 
 
+def pack_bucket(
+    bucket: Tensor,  # (n,) fp32 or bf16: a part of one owner's partition; the packed entries become 0
+    start: int,  # where it begins in the flat buffer
+    position: Tensor,  # (K,) int64 places in the flat buffer
+    out: Tensor,  # (K,) value dtype, written where the place lies in the bucket
+) -> None:
+    """Without asking how many entries those are, for which the host would wait."""
+    size = bucket.numel()
+    place = position - start
+    inside = (place >= 0) & (place < size)
+    place.masked_fill_(~inside, size)
+    padded = torch.cat([bucket, bucket.new_zeros(1)])  # one more, that all others may take
+    out.copy_(torch.where(inside, padded.index_select(0, place).to(out.dtype), out))
+    bucket.copy_(padded.index_fill_(0, place, 0.0)[:size])
+
+
 def update(
     own: Tensor | None,  # (K,) int64: the mask; None for all S
     mean: Tensor,  # (K,) fp32

@@ -20,7 +20,7 @@ def digest(engine: Any) -> dict[str, str]:
     found = {}
     for i, group in enumerate(engine.optimizer.scape_groups):
         masks = torch.zeros(0) if group.position is None else group.position
-        parts = {"residual": group.residual, "masks": masks, "last": group.last, "master": group.master.data,
+        parts = {"residual": group.residual.state(), "masks": masks, "last": group.last, "master": group.master.data,
                  "replica": group.flat, "m": group.moments["exp_avg"], "v": group.moments["exp_avg_sq"],
                  "step": group.moments["step"], "decay": group.decay.state()}  # fmt: skip
         for name, tensor in parts.items():

@@ -23,7 +23,7 @@ def dump(engine: Any) -> dict[str, Any]:
     for group in optimizer.scape_groups:
         whole = {"master": group.master.data, "m": group.moments["exp_avg"], "v": group.moments["exp_avg_sq"]}
         whole = {key: _gather(value) for key, value in {**whole, "last": group.last}.items()}
-        total = group.residual.double()
+        total = group.residual.state().double()
         dist.all_reduce(total)
         whole["residual"] = total / dist.get_world_size()
         whole["replica"] = group.flat.clone()

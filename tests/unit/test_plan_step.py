@@ -61,7 +61,7 @@ def test_memory_is_what_the_state_holds(sparsity: float, ranks: int) -> None:
     group = step.group
     moments = [group.moments["exp_avg"], group.moments["exp_avg_sq"]]
     assert group.position is not None
-    state = [group.flat, group.residual, group.position, group.master, group.last, *moments, grad]
+    state = [group.flat, group.residual.state(), group.position, group.master, group.last, *moments, grad]
     planned = planned_memory(params, ranks, 1 - sparsity, "fp32", "fp32")
     assert sum(tensor.nbytes for tensor in state) == pytest.approx(planned, rel=1e-3)
 
