@@ -125,6 +125,9 @@ def resume(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
 def main() -> None:
     verb, folder, cases = worker.args()
     rank, _ = worker.init()
+    from deepspeed_scape import host_residual
+
+    host_residual.STAGE_ON_CPU, host_residual.BUCKET = True, 1000
     run = {"save": save, "resume": resume}[verb]
     worker.report({case["name"]: run(case, Path(folder), rank) for case in json.loads(cases)})
 
