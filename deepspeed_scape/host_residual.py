@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed_scape.config import ScapeConfigError, ScapeOptions
 from deepspeed_scape.layout import GroupLayout
-from deepspeed_scape.residual import DeviceResidual, Residual, accumulate, pack, pack_bucket, sum_squares
+from deepspeed_scape.residual import DeviceResidual, Residual, pack, pack_bucket, prepare_accumulate, sum_squares
 from deepspeed_scape.staging import Staging
 
 BUCKET = 1 << 23  # elements: 32 MiB of fp32, a millisecond of PCIe; torch rounds pinned memory up to a power of two
@@ -55,10 +55,11 @@ class Waiting:
     starts: list[int]  # ascending
     scale: float
 
-    def add_to(self, values: Tensor, first: int) -> None:
-        """Add what lies in [first, first + n) of the flat buffer to ``values`` (n,)."""
-        parts = list(self._within(first, first + values.numel()))
-        accumulate(values, [grad for grad, _ in parts], [start for _, start in parts], self.scale)
+    def prepare(self, first: int, stop: int, device: torch.device) -> Callable[[Tensor], None]:
+        """What adds the part that lies in [first, stop) of the flat buffer to those elements, on the device."""
+        parts = list(self._within(first, stop))
+        add = prepare_accumulate([grad for grad, _ in parts], [start for _, start in parts], device)
+        return lambda values: add(values, self.scale)
 
     def _within(self, first: int, stop: int) -> Iterator[tuple[Tensor, int]]:
         """The parts of gradients in [first, stop), and where each begins there."""
@@ -89,7 +90,7 @@ class HostResidual:
         some = sorted((start, i) for i, start in enumerate(starts) if grads[i].numel())
         flat = [grads[i].reshape(-1) for _, i in some]
         step = Waiting(grads=flat, starts=[start for start, _ in some], scale=scale)
-        step.add_to(self.own, self._own_start)
+        step.prepare(self._own_start, self._own_start + self.own.numel(), self.own.device)(self.own)
         self._waiting.append(step)
 
     def pack(self, position: Tensor | None, out: Tensor) -> None:
@@ -151,12 +152,18 @@ class HostResidual:
         """Every bucket once over the device: what waits is added, then ``work`` sees it, and may change it."""
         waiting, self._waiting = self._waiting, []
 
-        def visit(i: int, values: Tensor) -> None:
-            for step in waiting:
-                step.add_to(values, self.buckets[i].start)
-            work(self.buckets[i], values)
+        def prepare(i: int) -> Callable[[Tensor], None]:
+            bucket = self.buckets[i]
+            adds = [step.prepare(bucket.start, bucket.stop, self.own.device) for step in waiting]
 
-        self.staging.visit([bucket.values for bucket in self.buckets], visit, write_back=changes or bool(waiting))
+            def visit(values: Tensor) -> None:
+                for add in adds:
+                    add(values)
+                work(bucket, values)
+
+            return visit
+
+        self.staging.visit([bucket.values for bucket in self.buckets], prepare, write_back=changes or bool(waiting))
 
     def _settle(self) -> None:
         """All that has been accumulated is in the buckets, and the host may read and write them."""

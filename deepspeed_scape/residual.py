@@ -7,7 +7,7 @@ the most part in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -102,6 +102,18 @@ def accumulate(
 ) -> None:
     """Add scaled local gradients to the residual, in place and without a temporary of their size."""
     ops_for(residual, *grads).accumulate(residual, grads, starts, scale)
+
+
+def prepare_accumulate(
+    grads: Sequence[Tensor],  # as for :func:`accumulate`
+    starts: Sequence[int],
+    device: torch.device,  # of the residual
+) -> Callable[[Tensor, float], None]:
+    """:func:`accumulate` in two parts: what the device must know goes there now, ``(residual, scale)`` does the work.
+
+    So a small copy need not stand behind the large one that brings the residual (see ``staging.py``).
+    """
+    return ops_for(torch.empty(0, device=device), *grads).prepare_accumulate(grads, starts, device)
 
 
 def pack(

@@ -28,12 +28,14 @@ class Staging:
     def visit(
         self,
         pieces: Sequence[Tensor],  # (n,) each, in pinned host memory; changed where ``write_back``
-        work: Callable[[int, Tensor], None],  # takes the number of a piece and its copy (n,) on the device
+        prepare: Callable[[int], Callable[[Tensor], None]],  # takes the number of a piece; what it returns, its copy
         write_back: bool = True,
     ) -> None:
-        """Call ``work`` for every piece in order; what it leaves in the copy replaces the piece.
+        """Work on a copy (n,) of every piece on the device, in order; what is left in it replaces the piece.
 
-        The buffers are borrowed for the pass, at a time when activations need no memory.
+        ``prepare`` may send small things to the device: they arrive while the copy is still under way, and before the
+        next one is. What it returns does the work. The buffers are borrowed for the pass, when activations need no
+        memory.
         """
         if not pieces:
             return
@@ -41,11 +43,11 @@ class Staging:
         buffers = [torch.empty(longest, dtype=piece.dtype, device=self.device) for piece in pieces[:2]]
         coming = self._fetch(pieces[0], buffers[0])
         for i, piece in enumerate(pieces):
-            here = coming
+            work, here = prepare(i), coming
             self.fetching.join(here)  # before the next fetch is started, or it would wait for that one too
             if i + 1 < len(pieces):
                 coming = self._fetch(pieces[i + 1], buffers[(i + 1) % 2])
-            work(i, here)
+            work(here)
             if write_back:
                 with self.returning.after_compute(here):
                     piece.copy_(here, non_blocking=True)

@@ -5,7 +5,7 @@ In place and in pieces on a CPU, so that no temporary is of size P.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ def accumulate(
                 target.add_(flat[piece].float(), alpha=scale)
             else:  # a bf16 residual rounds once, after an fp32 sum
                 target.copy_(torch.add(target.float(), flat[piece].float(), alpha=scale))
+
+
+def prepare_accumulate(
+    grads: Sequence[Tensor], starts: Sequence[int], device: torch.device
+) -> Callable[[Tensor, float], None]:
+    """There is nothing to prepare."""
+    return lambda residual, scale: accumulate(residual, grads, starts, scale)
 
 
 def pack(

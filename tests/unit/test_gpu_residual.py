@@ -24,6 +24,6 @@ def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_notices_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_residual.Waiting, "add_to", lambda *_: None)
+    monkeypatch.setattr(host_residual.Waiting, "prepare", lambda *_: lambda values: None)
     with pytest.raises(SystemExit, match="step 0: .* values to send differ"):
         gpu_residual.main()

@@ -99,13 +99,19 @@ def streamed() -> Staging:
 
 
 def two_passes(staging: Staging, pieces: list[torch.Tensor], seen: torch.Tensor, write_back: bool) -> None:
-    def work(i: int, values: torch.Tensor) -> None:
-        values.add_(float(i + 1))
-        seen[i].copy_(values[0])
-        values.mul_(3.0)
+    def prepare(i: int) -> Callable[[torch.Tensor], None]:
+        small = torch.zeros(())
+        small.add_(float(i + 1))
 
-    staging.visit(pieces, work)
-    staging.visit(pieces, work, write_back)
+        def work(values: torch.Tensor) -> None:
+            values.add_(small)
+            seen[i].copy_(values[0])
+            values.mul_(3.0)
+
+        return work
+
+    staging.visit(pieces, prepare)
+    staging.visit(pieces, prepare, write_back)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -135,7 +141,7 @@ def test_both_directions_and_the_compute_stream_work_at_the_same_time(driver: Ca
     staging = streamed()
     pieces = [torch.zeros(2) for _ in range(4)]
     with fake:
-        staging.visit(pieces, lambda i, values: values.add_(1.0))
+        staging.visit(pieces, lambda i: lambda values: values.add_(1.0))
     compute, fetching, returning = fake.streams
     busy = next(i for i, task in enumerate(compute.put) if not isinstance(task, tuple)) + 1
 
