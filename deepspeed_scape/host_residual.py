@@ -81,7 +81,7 @@ class HostResidual:
     def __init__(self, layout: GroupLayout, dtype: torch.dtype, rank: int, device: torch.device) -> None:
         self.layout, self.rank = layout, rank
         self.own = torch.zeros(layout.partition_size, dtype=dtype, device=device)
-        self.buckets = list(_make_buckets(layout, dtype, rank, pinned=device.type == "cuda"))
+        self.buckets = _make_buckets(layout, dtype, rank, pinned=device.type == "cuda")
         self.staging = Staging(device)
         self._waiting: list[Waiting] = []  # not in the buckets yet
 
@@ -172,20 +172,20 @@ class HostResidual:
         self.staging.settle()
 
 
-def _make_buckets(layout: GroupLayout, dtype: torch.dtype, rank: int, pinned: bool) -> Iterator[Bucket]:
+def _make_buckets(layout: GroupLayout, dtype: torch.dtype, rank: int, pinned: bool) -> list[Bucket]:
     """The partitions of the other owners, in pieces of at most BUCKET elements, all zero."""
     size = layout.partition_size
-    for owner in range(layout.world_size):
-        for first in range(0, size if owner != rank else 0, BUCKET):
-            try:
-                values = torch.zeros(min(BUCKET, size - first), dtype=dtype, pin_memory=pinned)
-            except RuntimeError as error:
-                needed = (layout.numel - size) * dtype.itemsize
-                raise ScapeConfigError(
-                    "optimizer.params.residual_device", "cpu", f"no {needed:,} bytes of pinned host memory ({error})",
-                    'set it to "device", set residual_dtype to "bf16", or run fewer ranks on a node',
-                ) from error  # fmt: skip
-            yield Bucket(start=owner * size + first, values=values)
+    owners = [owner for owner in range(layout.world_size) if owner != rank]
+    starts = [owner * size + first for owner in owners for first in range(0, size, BUCKET)]
+    try:
+        return [
+            Bucket(start=start, values=torch.zeros(min(BUCKET, size - start % size), dtype=dtype, pin_memory=pinned))
+            for start in starts
+        ]
+    except RuntimeError as error:
+        problem = f"{len(owners) * size * dtype.itemsize:,} bytes of pinned host memory cannot be had ({error})"
+        remedy = 'set it to "device", set residual_dtype to "bf16", or run fewer ranks on a node'
+        raise ScapeConfigError("optimizer.params.residual_device", "cpu", problem, remedy) from error
 
 
 def _overlay(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -186,14 +187,17 @@ def test_a_cpu_keeps_it_where_it_is(small_buckets: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
+    stock = torch.zeros
+
+    def zeros(*args: Any, pin_memory: bool | None = None, **kwargs: Any) -> Tensor:
+        if pin_memory is not None:
+            raise RuntimeError("CUDA error: out of memory")
+        return stock(*args, **kwargs)
 
     layout = GroupLayout(world_size=3, partition_size=20, kept=2, slots=())
-    residual = HostResidual(layout, torch.float32, 1, CPU)
-    monkeypatch.setattr(torch, "zeros", refuse)
-    with pytest.raises(ScapeConfigError, match=r"residual_device = 'cpu': no 160 bytes .*out of memory.*Remedy"):
-        list(host_residual._make_buckets(layout, torch.float32, residual.rank, pinned=True))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(ScapeConfigError, match=r"residual_device = 'cpu': 160 bytes .*out of memory.*Remedy"):
+        HostResidual(layout, torch.float32, 1, CPU)
 
 
 def test_ballots_need_it_on_the_device() -> None:
