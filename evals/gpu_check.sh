@@ -48,6 +48,6 @@ part kernels 95 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_ke
 part gpu 50 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu
 part engine 45 "$python" -m evals.gpu_engine
 part two_ranks 40 "$python" -m evals.gpu_engine --ranks 2
-part residual 30 "$python" -m evals.gpu_residual
+part residual 45 "$python" -m evals.gpu_residual
 if ((${#failed[@]})); then echo "FAILED: ${failed[*]}"; exit 1; fi
 echo "all parts passed"

@@ -5,6 +5,7 @@ The pass runs on CPU tensors here, in the order of the code; test_staging.py has
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from deepspeed_scape.config import ScapeConfigError, ScapeOptions, parse_options
 from deepspeed_scape.host_residual import HostResidual, residual_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.residual import DeviceResidual, Residual
+from evals.quality.ranks import ScapeRanks
+from evals.quality.rules import RULES
 from tests import bare
 from tests.spies import SyncSpy
 
@@ -219,3 +222,34 @@ def test_a_world_of_one_has_nothing_to_move(selection: str, small_buckets: pytes
         states.append(bare.state(optimizer))
     torch.distributed.destroy_process_group()
     assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+STEPS_OF: dict[str, dict[str, Any]] = {
+    "partition": {"sparsity": 0.9},
+    "block": {"sparsity": 0.9, "selection": "block", "block_size": 50},
+    "bf16-warm": {"sparsity": 0.99, "residual_dtype": "bf16", "value_dtype": "bf16", "warmup_steps": 2},
+    "dense": {"sparsity": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", STEPS_OF)
+def test_four_ranks_train_the_same_model(name: str, small_buckets: pytest.MonkeyPatch) -> None:
+    """Whole steps of the simulated ranks, with clipping, a missing gradient and a skipped step."""
+    small_buckets.setattr(host_residual, "STAGE_ON_CPU", True)
+    small_buckets.setattr(host_residual, "BUCKET", 300)
+    states = []
+    for place in ("cpu", "device"):
+        generator = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (1500, 30, 1700)]
+        options = ScapeOptions(lr=1e-2, residual_device=place, **STEPS_OF[name])
+        ranks = ScapeRanks(params, options, 4, 1.0, RULES[""])
+        for step in range(6):
+            grads = [[torch.randn(p.shape, generator=generator) for p in params] for _ in range(4)]
+            grads[0][0][0] = math.inf if step == 3 else 0.0
+            ranks.step([[None if (step + i) % 4 == 0 else g for i, g in enumerate(own)] for own in grads], 1e-2)
+        assert (ranks.step_count, ranks.skipped) == (5, 1)
+        residuals = [rank.group.residual for rank in ranks.ranks]
+        assert all(isinstance(residual, HostResidual) == (place == "cpu") for residual in residuals)
+        states.append([*(p.detach().clone() for p in params), *(residual.state() for residual in residuals)])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert name == "dense" or all(residual.any() for residual in states[0][3:])
