@@ -68,7 +68,7 @@ def save(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
         if step == HALF - 1:
             masters = torch.cat([g.master.data for g in engine.optimizer.scape_groups]).double().sum()
     result = {"losses": losses[HALF:], "digest": digest(engine), "masters": float(masters)}
-    result |= {"staged": is_staged(engine), "skipped": engine.skipped_steps}
+    result["staged"] = is_staged(engine)
     engine.backward(engine(tiny.batch(99, rank)))  # the first micro-step of two
     engine.step()
     try:

@@ -44,11 +44,10 @@ def test_resume_is_bitwise_exact(runs: dict[str, list[dict[str, Any]]], name: st
 
 
 def test_a_residual_in_host_memory_changes_no_bit(runs: dict[str, list[dict[str, Any]]]) -> None:
-    """With clipping, two accumulations a step and skipped steps; the resumes go from one place to the other."""
+    """With clipping and two accumulations a step; the resumes go from one place to the other."""
     for saved in runs["save"]:
         host, device = saved["from-host"], saved["zero2-fp16"]
         assert host["staged"] and not device["staged"]
-        assert host["skipped"] == device["skipped"] > 0
         assert host["losses"] == device["losses"] and host["digest"] == device["digest"]
     for resumed in runs["resume"]:
         assert resumed["to-host"]["staged"] and not resumed["from-host"]["staged"]
