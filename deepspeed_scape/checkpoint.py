@@ -70,7 +70,13 @@ def save(optimizer: ScapeZeroOptimizer) -> dict[str, Any]:
 def _save_group(group: ScapeGroup) -> dict[str, Any]:
     masks = None if group.position is None else group.masks().to(torch.int32)
     counted = {} if group.visits is None else {"visits": group.visits}
-    return {"residual": group.residual, "last": group.last, "masks": masks, "decay": group.decay.state(), **counted}
+    return {
+        "residual": group.residual.state(),
+        "last": group.last,
+        "masks": masks,
+        "decay": group.decay.state(),
+        **counted,
+    }
 
 
 def check(state: dict[str, Any], optimizer: ScapeZeroOptimizer, universal: bool = False) -> None:
@@ -147,7 +153,7 @@ def restore(state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
         was = {key: state["options"][key] for key in changed}
         logger.warning(f"SCAPE: the checkpoint was written with {was}; residuals and moments go on, masks are remade")
     for group, saved in zip(optimizer.scape_groups, state["groups"], strict=True):
-        group.residual.copy_(saved["residual"])
+        group.residual.load(saved["residual"])
         group.last.copy_(saved["last"])
         group.decay.load(saved["decay"])
         if group.visits is not None:  # a checkpoint without counts starts them again
@@ -162,7 +168,7 @@ def restore(state: dict[str, Any], optimizer: ScapeZeroOptimizer) -> None:
 def start_afresh(optimizer: ScapeZeroOptimizer) -> None:
     """Forget everything but the weights."""
     for group in optimizer.scape_groups:
-        group.residual.zero_()
+        group.residual.zero()
         group.last.zero_()
         if group.visits is not None:
             group.visits.zero_()

@@ -80,6 +80,9 @@ class ScapeOptions(AdamSOptions):
     )
     block_size: int = Field(default=200, ge=2, le=65536, description="elements of a block when selection is 'block'")
     residual_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the unsent gradients (P,)")
+    residual_device: Literal["device", "cpu"] = Field(
+        default="device", description="'cpu': other owners' part of it in pinned host memory, moved once a step"
+    )
     value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the reduced values on the wire")
     ballots: bool = Field(
         default=False, description="every rank tells the owners its largest unsent gradients, for better masks at W > 2"
@@ -122,6 +125,15 @@ class ScapeOptions(AdamSOptions):
         if self.ballots and self.sparsity == 0:
             raise ValueError(
                 "ballots = true needs a mask to vote on, and sparsity = 0 makes none; set ballots to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ballots_see_the_residual(self) -> ScapeOptions:
+        if self.ballots and self.residual_device == "cpu":
+            raise ValueError(
+                'ballots = true ranks the whole residual on the device, and residual_device = "cpu" takes it away; set '
+                'ballots to false or residual_device to "device"'
             )
         return self
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_scape.group import ScapeGroup
-from deepspeed_scape.residual import chunks, sum_squares
+from deepspeed_scape.residual import chunks
 
 # lower ends of the histogram's bins: none, one, then half octaves (a factor of sqrt 2) up to 65,536
 VISIT_BINS = (0, 1, *sorted({math.ceil(2 ** (half / 2)) for half in range(2, 33)}))
@@ -56,7 +56,7 @@ class Diagnostics:
             return
         device = self.groups[0].flat.device
         kept = float(sum(group.kept(dense) for group in self.groups))
-        residual = torch.stack([sum_squares([group.residual]) for group in self.groups]).sum()
+        residual = torch.stack([group.residual.sum_squares() for group in self.groups]).sum()
         bins = torch.stack([count_visits(group.own_visits()) for group in self.groups]).sum(0)
         sent = torch.full((), kept, dtype=torch.float64, device=device)  # not torch.tensor, which copies from the host
         head = torch.stack([residual.double(), self._overlap, sent])

@@ -27,6 +27,7 @@ from rich.table import Table
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options
 from deepspeed_scape.initialize import rephrase
+from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Workload, predict_dense, predict_scape
 from deepspeed_scape.plan.units import count, show_bytes
@@ -214,6 +215,8 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
         share = f"{sent / dense:.2%}" if dense else "-"
         table.add_row(name, show_bytes(sent), share, show_bytes(held), f"{held / params:.2f}")
     console.print(table)
+    if pinned := memory.pinned(params, ranks, options.residual_dtype, options.residual_device):
+        console.print(f"on a GPU, and {show_bytes(pinned)} of pinned host memory (residual_device), moved once a step")
     console.print("held: weights, gradients, optimizer and mask between steps, no activations; docs/memory.md")
 
 
@@ -225,6 +228,7 @@ def costs(options: ScapeOptions, dtype: str, params: int, ranks: int) -> list[tu
         dtype=dtype,  # type: ignore[arg-type]
         value_dtype=options.value_dtype,
         residual_dtype=options.residual_dtype,
+        residual_device=options.residual_device,
         ballots=options.ballots,
     )
     link = Link(latency=0.0, bandwidth=math.inf)

@@ -16,10 +16,11 @@ from deepspeed_scape.ballots import BallotCode, ballot_code, cast_ballot, count_
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import choose_code, encode_mask
+from deepspeed_scape.host_residual import residual_for
 from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import LastThreshold, Moments, select
-from deepspeed_scape.residual import accumulate, pack, scatter_params
+from deepspeed_scape.residual import Residual, scatter_params
 
 
 class ScapeGroup:
@@ -54,7 +55,7 @@ class ScapeGroup:
         self.ballot: BallotCode | None = ballot_code(layout.partition_size, layout.kept) if votes else None
         self.estimate: Tensor | None = None  # (S,) fp32: of the mean residual, from ballots, until the mask is made
         device = flat.device
-        self.residual = torch.zeros(layout.numel, dtype=options.residual_torch_dtype, device=device)
+        self.residual: Residual = residual_for(layout, options, rank, device)
         self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
         self.threshold = LastThreshold()
         self.decay = DecayHistory(device)
@@ -76,11 +77,11 @@ class ScapeGroup:
     def accumulate(self, grads: list[Tensor | None], scale: float) -> None:
         """Add this rank's scaled gradients, one per slot of the layout, to the residual."""
         pairs = [(g, slot.start) for slot, g in zip(self.layout.slots, grads, strict=True) if g is not None]
-        accumulate(self.residual, [grad for grad, _ in pairs], [start for _, start in pairs], scale)
+        self.residual.accumulate([grad for grad, _ in pairs], [start for _, start in pairs], scale)
 
     def pack(self, out: Tensor, dense: bool) -> None:
         """Move the masked entries of the residual into ``out`` (W, K)."""
-        pack(self.residual, None if dense else self._made(), out)
+        self.residual.pack(None if dense else self._made(), out)
 
     def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
         """Apply the synchronised gradients (K,) fp32 on the owner; return the K new weights, in ``out`` if given."""
@@ -146,8 +147,7 @@ class ScapeGroup:
         assert self.ballot is not None
         for owner, row in enumerate(out):
             if owner != self.rank:
-                gradient = self._residual_of(owner)
-                cast_ballot(gradient, self._known(), step, self.ballot, self.options.seed, row)
+                cast_ballot(self.residual.partition(owner), self._known(), step, self.ballot, self.options.seed, row)
 
     def count_ballots(
         self,
@@ -156,15 +156,11 @@ class ScapeGroup:
     ) -> None:
         """Take the other ranks' ballots into the score of the next mask."""
         assert self.ballot is not None
-        self.estimate = count_ballots(self._residual_of(self.rank), received, self.rank, self.ballot, faults)
+        self.estimate = count_ballots(self.residual.partition(self.rank), received, self.rank, self.ballot, faults)
 
     def _known(self) -> Moments:
-        gradient = self._residual_of(self.rank) if self.estimate is None else self.estimate
+        gradient = self.residual.partition(self.rank) if self.estimate is None else self.estimate
         return Moments(gradient=gradient, exp_avg=self.moments["exp_avg"], last=self.last)
-
-    def _residual_of(self, owner: int) -> Tensor:  # (S,)
-        start = owner * self.layout.partition_size
-        return self.residual[start : start + self.layout.partition_size]
 
     @property
     def _beta1(self) -> float:

@@ -101,7 +101,7 @@ def _load_ours(folder: Path, group: ScapeGroup, slot: ParamSlot) -> None:
         return
     state = _read(folder / FILE)
     _check_size(folder / FILE, state["residual"], slot)
-    group.residual[slot.start : slot.start + slot.numel].copy_(state["residual"])
+    group.residual.load(state["residual"], slot.start)
     here, there = overlap(slot, group)
     group.last[here].copy_(state["last"][there])
     if group.visits is not None and "visits" in state:

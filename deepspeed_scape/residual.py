@@ -1,18 +1,77 @@
 """The residual (error feedback): each rank's own gradients, summed since each element was last synchronised.
 
-Letters: P flat elements of one parameter group, W ranks, K elements kept of each partition.
+Letters: P flat elements of one parameter group, W ranks, S = P/W elements of a partition, K kept of each.
+:class:`Residual` says what the rest of the package asks of it. It lies on the device here, in ``host_residual.py`` for
+the most part in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed_scape.kernels import ops_for
+from deepspeed_scape.layout import GroupLayout
 
 CHUNK = 65536  # elements; on a CPU a pass in pieces of this size finds its buffers in the L2 cache
+
+
+class Residual(Protocol):
+    """The residual of one parameter group on one rank, (P,) fp32 or bf16, wherever it lies."""
+
+    def accumulate(self, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
+        """Add scaled local gradients, each from its start in the flat buffer on."""
+
+    def pack(self, position: Tensor | None, out: Tensor) -> None:
+        """Move the masked entries into ``out`` (W, K), leaving zeros; ``position`` as in :func:`pack`."""
+
+    def partition(self, owner: int) -> Tensor:
+        """(S,) on the device, a view: what waits for one owner. This rank's own can always be had."""
+
+    def sum_squares(self) -> Tensor:
+        """||r||^2, 0-dim fp64 on the device."""
+
+    def state(self) -> Tensor:
+        """(P,) for a checkpoint, on any device; not to be changed."""
+
+    def load(self, values: Tensor, start: int = 0) -> None:
+        """Replace the elements from ``start`` on by ``values`` (n,), of any float dtype and device."""
+
+    def zero(self) -> None:
+        """Forget all that is unsent."""
+
+
+class DeviceResidual:
+    """All P elements in one tensor on the device."""
+
+    def __init__(self, layout: GroupLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.partition_size = layout.partition_size
+        self.values = torch.zeros(layout.numel, dtype=dtype, device=device)  # (P,)
+
+    def accumulate(self, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
+        accumulate(self.values, grads, starts, scale)
+
+    def pack(self, position: Tensor | None, out: Tensor) -> None:
+        pack(self.values, position, out)
+
+    def partition(self, owner: int) -> Tensor:
+        start = owner * self.partition_size
+        return self.values[start : start + self.partition_size]
+
+    def sum_squares(self) -> Tensor:
+        return sum_squares([self.values])
+
+    def state(self) -> Tensor:
+        return self.values
+
+    def load(self, values: Tensor, start: int = 0) -> None:
+        self.values[start : start + values.numel()].copy_(values)
+
+    def zero(self) -> None:
+        self.values.zero_()
 
 
 def chunks(count: int, device: torch.device) -> Iterator[slice]:
@@ -45,6 +104,18 @@ def accumulate(
     ops_for(residual, *grads).accumulate(residual, grads, starts, scale)
 
 
+def prepare_accumulate(
+    grads: Sequence[Tensor],  # as for :func:`accumulate`
+    starts: Sequence[int],
+    device: torch.device,  # of the residual
+) -> Callable[[Tensor, float], None]:
+    """:func:`accumulate` in two parts: what the device must know goes there now, ``(residual, scale)`` does the work.
+
+    So a small copy need not stand behind the large one that brings the residual (see ``staging.py``).
+    """
+    return ops_for(torch.empty(0, device=device), *grads).prepare_accumulate(grads, starts, device)
+
+
 def pack(
     residual: Tensor,  # (P,) fp32 or bf16; the packed entries become 0
     position: Tensor | None,  # (W*K,) int64 places in the flat buffer, rank by rank; None takes all
@@ -52,6 +123,16 @@ def pack(
 ) -> None:
     """Take the masked entries out of the residual, leaving zeros."""
     ops_for(residual, out).pack(residual, position, out)
+
+
+def pack_bucket(
+    bucket: Tensor,  # (n,) fp32 or bf16: a part of one owner's partition; its packed entries become 0
+    start: int,  # where it begins in the flat buffer
+    position: Tensor,  # (K,) int64 places in the flat buffer: the mask of that owner
+    out: Tensor,  # (K,) value dtype, written where the place lies in the bucket
+) -> None:
+    """:func:`pack` for the entries of one owner that lie in the bucket; the others are left as they are."""
+    ops_for(bucket, out).pack_bucket(bucket, start, position, out)
 
 
 def scatter_params(

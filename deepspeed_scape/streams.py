@@ -43,3 +43,13 @@ class SideStream:
         compute.wait_stream(self.stream)
         for tensor in outputs:
             tensor.record_stream(compute)
+
+    def after(self, other: SideStream) -> None:
+        """Let this stream wait for what the other has been given so far."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_stream(other.stream)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that the stream has been given."""
+        if self.stream is not None:
+            self.stream.synchronize()

@@ -49,9 +49,10 @@ def memory_table() -> str:
         dense = [memory.dense(1, ranks, dtype) for ranks in RANKS]
         lines.append(_line(f"AdamW, ZeRO-1, {dtype}", dense))
         for sparsity in (0.9, 0.99):
-            for residual in ("fp32", "bf16"):
-                held = [memory.scape(1, ranks, 1 - sparsity, dtype, residual) for ranks in RANKS]
-                lines.append(_line(f"SCAPE {sparsity:.0%}, {dtype}, residual in {residual}", held))
+            for residual, place in (("fp32", "device"), ("bf16", "device"), ("fp32", "cpu")):
+                held = [memory.scape(1, ranks, 1 - sparsity, dtype, residual, place) for ranks in RANKS]
+                where = " in host memory" if place == "cpu" else ""
+                lines.append(_line(f"SCAPE {sparsity:.0%}, {dtype}, residual in {residual}{where}", held))
     return "\n".join(lines)
 
 

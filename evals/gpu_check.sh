@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go, on a machine with one GPU and no package registry: under 5 minutes.
+# Everything that needs a GPU, in one go, on a machine with one GPU and no package registry: under 6 minutes.
 #
 #   bash evals/carry_wheels.sh            before, where pip works; .wheels travels with the repository
 #   OUT=results bash evals/gpu_check.sh   there: torch >= 2.11, Triton >= 3.6, pytest, hypothesis; DeepSpeed from .wheels
 #
 # Parts: 1 kernels against their twins, on the GPU   2 what only a GPU shows   3 the table of evals/kernels.py
-#        4 training with the real engine, a world of one over NCCL   5 two ranks on the one GPU, if NCCL allows
+#        4 training with the real engine, a world of one over NCCL   5 two ranks, if there are two GPUs
+#        6 the residual in host memory: bits, memory, time
 # Every part runs whatever the others said; the last line names those that failed. QUICK=1 leaves 1 B elements out.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -45,7 +46,8 @@ export -n TRITON_INTERPRET
 part table 85 "$python" -m evals.kernels --elements "${sizes[@]}" --seconds 0.1 --output "$out/kernels.csv"
 part kernels 95 "$python" -m pytest -q -x -p no:cacheprovider tests/unit/test_kernels.py tests/unit/test_kernels_masks.py
 part gpu 50 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu
-part engine 35 "$python" -m evals.gpu_engine
-part two_ranks 30 "$python" -m evals.gpu_engine --ranks 2
+part engine 45 "$python" -m evals.gpu_engine
+part two_ranks 40 "$python" -m evals.gpu_engine --ranks 2
+part residual 45 "$python" -m evals.gpu_residual
 if ((${#failed[@]})); then echo "FAILED: ${failed[*]}"; exit 1; fi
 echo "all parts passed"

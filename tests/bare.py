@@ -96,6 +96,6 @@ def state(bare: Any) -> list[torch.Tensor]:
     tensors = []
     for group in bare.scape_groups:
         masks = torch.empty(0) if group.position is None else group.masks()
-        tensors += [group.flat, group.master, group.residual, group.last, masks]
+        tensors += [group.flat, group.master, group.residual.state(), group.last, masks]
         tensors += [group.moments["exp_avg"], group.moments["exp_avg_sq"]]
     return [tensor.detach().cpu().clone() for tensor in tensors]

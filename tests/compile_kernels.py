@@ -113,6 +113,7 @@ def launch_everything(launches: Launches) -> None:
         values = torch.zeros(2, kept if where is not None else SIZE)
         gpu.pack(residual, where, values)
         gpu.scatter_params(residual.bfloat16(), where, values.bfloat16())
+    gpu.pack_bucket(residual[:SIZE], SIZE, position[kept:], torch.zeros(kept))
     launch_updates(launches, position[:kept])
     for dtype in (torch.float32, torch.bfloat16):
         launches.label = f"r-{_TYPES[dtype]}"

@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -39,8 +40,16 @@ class Ops(Protocol):
     def accumulate(self, residual: Tensor, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         """residual[start:start+n] += scale * grad, rounded once to the residual's dtype."""
 
+    def prepare_accumulate(
+        self, grads: Sequence[Tensor], starts: Sequence[int], device: torch.device
+    ) -> Callable[[Tensor, float], None]:
+        """:meth:`accumulate` in two parts: tables go to the device now, ``(residual, scale)`` starts the work."""
+
     def pack(self, residual: Tensor, position: Tensor | None, out: Tensor) -> None:
         """out (W, K) = the residual at ``position`` (W*K,), or all of it; zeros stay there."""
+
+    def pack_bucket(self, bucket: Tensor, start: int, position: Tensor, out: Tensor) -> None:
+        """The same for those of one owner's ``position`` (K,) that lie in [start, start + n) of ``bucket`` (n,)."""
 
     def update(
         self,

@@ -15,7 +15,8 @@ ours may promise that, so it serves ``evals/kernels.py``, to tell what the secon
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,13 @@ from deepspeed_scape.upload import upload
 BLOCK = 4096  # elements of a program
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-Runs = dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]]
+
+class Run(NamedTuple):
+    """One launch: gradients of one dtype, all or none of them aligned."""
+
+    grads: list[Tensor]  # (n,) each; kept alive, for the device knows only their addresses
+    aligned: bool
+    tables: tuple[Tensor, ...]  # addresses, starts, counts, owner, begin of `_stream`, on the device
 
 
 @triton.jit
@@ -88,45 +95,42 @@ def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
     return upload(owner.int(), device), upload(begin, device)
 
 
-def _runs(grads: Sequence[Tensor], starts: Sequence[int]) -> Runs:
-    """Gradients that one launch can take: of one dtype, all or none aligned."""
-    runs: Runs = {}
+def _runs(grads: Sequence[Tensor], starts: Sequence[int], device: torch.device) -> list[Run]:
+    """Put together what one launch can take, and send the tables; a copy is made only of what is not in one piece."""
+    found: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[int]]] = {}
     for grad, start in zip(grads, starts, strict=True):
         if grad.numel():
-            flat = grad.contiguous()  # a copy only of what is not in one piece
+            flat = grad.contiguous()
             aligned = flat.data_ptr() % 16 == 0 and start % 8 == 0 and flat.numel() % 8 == 0
-            run = runs.setdefault((grad.dtype, aligned), ([], []))
+            run = found.setdefault((grad.dtype, aligned), ([], []))
             run[0].append(flat)
             run[1].append(start)
+    runs = []
+    for (_, aligned), (some, first) in found.items():
+        counts = tuple(grad.numel() for grad in some)
+        tables = (
+            _upload(tuple(grad.data_ptr() for grad in some), torch.int64, device),
+            _upload(tuple(first), torch.int64, device),
+            _upload(counts, torch.int64, device),
+            *_chunks(counts, device),
+        )
+        runs.append(Run(grads=some, aligned=aligned, tables=tables))
     return runs
 
 
 @on_its_device
-def _launch(
-    residual: Tensor,
-    grads: Sequence[Tensor],
-    starts: Sequence[int],
-    scale: float,
-    add: bool,
-    squares: bool,
-) -> list[Tensor]:
+def _launch(residual: Tensor, runs: list[Run], scale: float, add: bool, squares: bool) -> list[Tensor]:
     sums = []
-    for (dtype, aligned), (some, first) in _runs(grads, starts).items():
-        device = residual.device
-        counts = tuple(grad.numel() for grad in some)
-        owner, begin = _chunks(counts, device)
-        partial = torch.empty(owner.numel() if squares else 0, dtype=torch.float64, device=device)
-        _stream[(owner.numel(),)](
+    for run in runs:
+        chunks = run.tables[-1].numel()
+        partial = torch.empty(chunks if squares else 0, dtype=torch.float64, device=residual.device)
+        _stream[(chunks,)](
             residual,
-            _upload(tuple(grad.data_ptr() for grad in some), torch.int64, device),
-            _upload(tuple(first), torch.int64, device),
-            _upload(counts, torch.int64, device),
-            owner,
-            begin,
+            *run.tables,
             partial,
             scale,
-            GRAD=_TYPES[dtype],
-            ALIGNED=aligned,
+            GRAD=_TYPES[run.grads[0].dtype],
+            ALIGNED=run.aligned,
             ADD=add,
             SQUARES=squares,
             BLOCK=BLOCK,
@@ -143,17 +147,28 @@ def _total(sums: list[Tensor], device: torch.device) -> Tensor:
 
 def sum_squares(grads: Sequence[Tensor]) -> Tensor:
     """Tiles of 4,096 in fp32, again in fp64 where they overflow; their sums in fp64, always in one order."""
-    return _total(_launch(grads[0], grads, [0] * len(grads), 0.0, False, True), grads[0].device)
+    device = grads[0].device
+    return _total(_launch(grads[0], _runs(grads, [0] * len(grads), device), 0.0, False, True), device)
 
 
 def accumulate(residual: Tensor, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
     """Rounded once to the residual's dtype, after an fp32 product and an fp32 sum."""
-    if grads:
-        _launch(residual, grads, starts, scale, True, False)
+    prepare_accumulate(grads, starts, residual.device)(residual, scale)
+
+
+def prepare_accumulate(
+    grads: Sequence[Tensor], starts: Sequence[int], device: torch.device
+) -> Callable[[Tensor, float], None]:
+    runs = _runs(grads, starts, device)
+
+    def finish(residual: Tensor, scale: float) -> None:
+        _launch(residual, runs, scale, True, False)
+
+    return finish
 
 
 def accumulate_and_measure(
     residual: Tensor, grads: Sequence[Tensor], starts: Sequence[int], scale: float
 ) -> Tensor:  # 0-dim fp64: sum_squares(grads)
     """Both in one pass."""
-    return _total(_launch(residual, grads, starts, scale, True, True), residual.device)
+    return _total(_launch(residual, _runs(grads, starts, residual.device), scale, True, True), residual.device)

@@ -13,7 +13,15 @@ from deepspeed_scape.adams import Hyper, delay_tables, ema_scale, momentum_sum
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import MaskCode, check_masks
 from deepspeed_scape.kernels import loops_for, naive
-from deepspeed_scape.kernels.naive import accumulate, block_top_k, scatter_params, sum_squares, top_k
+from deepspeed_scape.kernels.naive import (
+    accumulate,
+    block_top_k,
+    pack_bucket,
+    prepare_accumulate,
+    scatter_params,
+    sum_squares,
+    top_k,
+)
 
 __all__ = [
     "accumulate",
@@ -21,6 +29,8 @@ __all__ = [
     "decode_masks",
     "encode_mask",
     "pack",
+    "pack_bucket",
+    "prepare_accumulate",
     "scatter_params",
     "sum_squares",
     "top_k",

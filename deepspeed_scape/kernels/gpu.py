@@ -1,9 +1,9 @@
 """The Triton form: the launchers of every kernel under the names of :class:`deepspeed_scape.kernels.Ops`."""
 
-from deepspeed_scape.kernels.accumulate import accumulate, sum_squares
+from deepspeed_scape.kernels.accumulate import accumulate, prepare_accumulate, sum_squares
 from deepspeed_scape.kernels.block_top_k import block_top_k
 from deepspeed_scape.kernels.mask_code import decode_masks, encode_mask
-from deepspeed_scape.kernels.pack import pack
+from deepspeed_scape.kernels.pack import pack, pack_bucket
 from deepspeed_scape.kernels.scatter import scatter_params
 from deepspeed_scape.kernels.top_k import top_k
 from deepspeed_scape.kernels.update import update
@@ -14,6 +14,8 @@ __all__ = [
     "decode_masks",
     "encode_mask",
     "pack",
+    "pack_bucket",
+    "prepare_accumulate",
     "scatter_params",
     "sum_squares",
     "top_k",

@@ -5,7 +5,7 @@ In place and in pieces on a CPU, so that no temporary is of size P.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,13 @@ def accumulate(
                 target.copy_(torch.add(target.float(), flat[piece].float(), alpha=scale))
 
 
+def prepare_accumulate(
+    grads: Sequence[Tensor], starts: Sequence[int], device: torch.device
+) -> Callable[[Tensor, float], None]:
+    """There is nothing to prepare."""
+    return lambda residual, scale: accumulate(residual, grads, starts, scale)
+
+
 def pack(
     residual: Tensor,  # (P,) fp32 or bf16; the packed entries become 0
     position: Tensor | None,  # (W*K,) int64 places in the flat buffer, rank by rank; None takes all
@@ -77,6 +84,22 @@ def pack(
     else:
         out.copy_(residual.index_select(0, position).view(out.shape))
         residual.index_fill_(0, position, 0.0)
+
+
+def pack_bucket(
+    bucket: Tensor,  # (n,) fp32 or bf16: a part of one owner's partition; the packed entries become 0
+    start: int,  # where it begins in the flat buffer
+    position: Tensor,  # (K,) int64 places in the flat buffer
+    out: Tensor,  # (K,) value dtype, written where the place lies in the bucket
+) -> None:
+    """Without asking how many entries those are, for which the host would wait."""
+    size = bucket.numel()
+    place = position - start
+    inside = (place >= 0) & (place < size)
+    place.masked_fill_(~inside, size)
+    padded = torch.cat([bucket, bucket.new_zeros(1)])  # one more, that all others may take
+    out.copy_(torch.where(inside, padded.index_select(0, place).to(out.dtype), out))
+    bucket.copy_(padded.index_fill_(0, place, 0.0)[:size])
 
 
 def update(

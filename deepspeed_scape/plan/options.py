@@ -46,6 +46,10 @@ class PlanOptions(BaseModel):
     dtype: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="of the model")
     value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="SCAPE's option of that name")
     residual_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="SCAPE's option of that name")
+    residual_device: Literal["device", "cpu"] = Field(default="device", description="SCAPE's option of that name")
+    host_link: Bandwidth = Field(
+        default=25e9, description="between host and device, each way, for residual_device cpu: 25GB/s (PCIe 4 x16)"
+    )
     sparsity: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=[0.9, 0.99], min_length=1, description="one row each"
     )
@@ -75,6 +79,8 @@ class PlanOptions(BaseModel):
             dtype=self.dtype,
             value_dtype=self.value_dtype,
             residual_dtype=self.residual_dtype,
+            residual_device=self.residual_device,
+            host_link=self.host_link,
             memory_bandwidth=self.memory_bandwidth,
             dense_local=None if self.dense_local_ms is None else self.dense_local_ms / 1e3,
             scape_local=None if self.scape_local_ms is None else self.scape_local_ms / 1e3,

@@ -55,6 +55,8 @@ def show(options: PlanOptions, found: dict[str, Any], console: Console) -> None:
         speedup = f"{row['speedup']:.2f}x / {row['speedup_over_reduce_scatter']:.2f}x"
         table.add_row(row["name"], *times, show_bytes(row["bytes_sent"]), show_bytes(row["memory"]), speedup)
     console.print(table)
+    if pinned := found["rows"][-1]["host_memory"]:
+        console.print(f"SCAPE also holds {show_bytes(pinned)} a rank in pinned host memory, and moves it in local work")
     console.print("speed-up: over ZeRO as DeepSpeed runs it / over ZeRO with a true reduce-scatter")
     for sparsity, modes in found["break_even_bytes_per_s"].items():
         said = " / ".join(_below(value) for value in modes.values())

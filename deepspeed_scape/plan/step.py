@@ -4,7 +4,8 @@
     SCAPE    forward + backward | scalar all-reduce | local work | reduce | update | parameter gather
              `-------- mask gather of the step before, waited for here -----'         `--- selection --'
 
-Local work is bound by memory: its bytes (DESIGN section 4) over the memory bandwidth, unless given.
+Local work is bound by memory: its bytes (DESIGN section 4) over the memory bandwidth, unless given. With the residual
+in host memory pack also waits until that has crossed the link to the host, both ways at the same time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Workload:
         value_dtype: of SCAPE's reduced values.
         memory_bandwidth: bytes a second, for the local work.
         dense_local, scape_local: seconds of clipping, optimizer and copies, measured; None: from the memory bandwidth.
+        residual_device: SCAPE's option of that name; "cpu" is meant for GPUs.
+        host_link: bytes a second between host and device memory, each way.
         dense_overlap: share of the backward under which the dense reduction can hide (0: none of it).
         ballots: SCAPE's option of that name.
         mask_overlap: whether SCAPE's mask gather runs under forward and backward and its parameter gather under the
@@ -44,7 +47,9 @@ class Workload:
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     value_dtype: Literal["fp32", "bf16"] = "fp32"
     residual_dtype: Literal["fp32", "bf16"] = "fp32"
+    residual_device: Literal["device", "cpu"] = "device"
     memory_bandwidth: float = 2e12
+    host_link: float = 25e9
     dense_local: float | None = None
     scape_local: float | None = None
     dense_overlap: float = 0.0
@@ -54,7 +59,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One row: seconds of a step and of its parts, bytes a rank sends, bytes a rank holds."""
+    """One row: seconds of a step and of its parts, bytes a rank sends, bytes it holds on the device and pinned."""
 
     name: str
     sparsity: float  # 0: dense
@@ -65,6 +70,7 @@ class Prediction:
     hidden: float  # what runs under the compute
     bytes_sent: float
     memory: float
+    host_memory: float = 0.0
 
 
 def predict_dense(work: Workload, cluster: Cluster, mode: Dense = "deepspeed") -> Prediction:
@@ -106,6 +112,9 @@ def predict_scape(work: Workload, cluster: Cluster, sparsity: float) -> Predicti
     if work.mask_overlap:
         selection = local * messages.score_traffic(work.params, w, work.residual_dtype) / traffic
         hidden = min(mask, work.compute) + (min(gather, selection) if sparsity > 0 else 0.0)
+    host_memory = memory.pinned(work.params, w, work.residual_dtype, work.residual_device)
+    if work.scape_local is None:
+        local += host_memory / work.host_link
     network = cluster.all_reduce(messages.SCALAR) + cluster.reduce_scatter(sizes.reduce + sizes.ballots)
     network += gather + mask - hidden
     return Prediction(
@@ -117,7 +126,8 @@ def predict_scape(work: Workload, cluster: Cluster, sparsity: float) -> Predicti
         network=network,
         hidden=hidden,
         bytes_sent=(sizes.reduce + sizes.ballots + sizes.params + sizes.mask + 2 * messages.SCALAR) * (w - 1) / w,
-        memory=memory.scape(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype),
+        memory=memory.scape(work.params, w, 1 - sparsity, work.dtype, work.residual_dtype, work.residual_device),
+        host_memory=host_memory,
     )
 
 

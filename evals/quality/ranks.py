@@ -178,7 +178,7 @@ class ScapeRanks:
 
     def residual_norm(self) -> float:
         """Root mean square over the ranks of ||residual||."""
-        total = sum(float(rank.group.residual.double().square().sum()) for rank in self.ranks)
+        total = sum(float(rank.group.residual.state().double().square().sum()) for rank in self.ranks)
         return math.sqrt(total / self.world_size)
 
 

@@ -55,7 +55,7 @@ class NoResidual(ScapeGroup):
     """
 
     def accumulate(self, grads: list[Tensor | None], scale: float) -> None:
-        self.residual.zero_()
+        self.residual.zero()
         super().accumulate(grads, scale)
 
     def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
@@ -104,9 +104,10 @@ class KeptRounding(ScapeGroup):
 
     def pack(self, out: Tensor, dense: bool) -> None:
         position = torch.arange(self.layout.numel) if dense else self._made()
-        values = self.residual.index_select(0, position)
+        values = self.residual.state().index_select(0, position)
         super().pack(out, dense)
-        self.residual.index_copy_(0, position, values - out.reshape(-1).to(values.dtype))
+        rounded = values - out.reshape(-1).to(values.dtype)
+        self.residual.load(self.residual.state().index_copy(0, position, rounded))
 
 
 def _own_mask(group: ScapeGroup, dense: bool) -> Tensor:

@@ -21,6 +21,7 @@ PARAMS: dict[str, list[Any]] = {
     "selection": ["partition", "block", "random"],
     "block_size": [2, 10, 100, 200, 1, 65536, 65537, 3],
     "residual_dtype": ["fp32", "bf16", "fp16", "float32"],
+    "residual_device": ["device", "cpu", "cuda", "gpu"],
     "value_dtype": ["fp32", "bf16", "fp16", "torch.float32"],
     "overlap_comm": [True, False, "true", 1],
     "check_replicas": [0, 1, 2, -2, True],

@@ -20,7 +20,7 @@ def digest(engine: Any) -> dict[str, str]:
     found = {}
     for i, group in enumerate(engine.optimizer.scape_groups):
         masks = torch.zeros(0) if group.position is None else group.position
-        parts = {"residual": group.residual, "masks": masks, "last": group.last, "master": group.master.data,
+        parts = {"residual": group.residual.state(), "masks": masks, "last": group.last, "master": group.master.data,
                  "replica": group.flat, "m": group.moments["exp_avg"], "v": group.moments["exp_avg_sq"],
                  "step": group.moments["step"], "decay": group.decay.state()}  # fmt: skip
         for name, tensor in parts.items():
@@ -48,6 +48,14 @@ def build(case: dict[str, Any], seed: int = 0, **params: Any) -> Any:
     return tiny.start(settings, model, tiny.two_groups(model, 3e-3, 0.1))
 
 
+def is_staged(engine: Any) -> bool:
+    """Whether every group's residual lies in host memory, in several buckets."""
+    from deepspeed_scape.host_residual import HostResidual
+
+    residuals = [group.residual for group in engine.optimizer.scape_groups]
+    return all(isinstance(some, HostResidual) and len(some.buckets) > 1 for some in residuals)
+
+
 def save(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     from tests.dist import tiny
 
@@ -60,6 +68,7 @@ def save(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
         if step == HALF - 1:
             masters = torch.cat([g.master.data for g in engine.optimizer.scape_groups]).double().sum()
     result = {"losses": losses[HALF:], "digest": digest(engine), "masters": float(masters)}
+    result["staged"] = is_staged(engine)
     engine.backward(engine(tiny.batch(99, rank)))  # the first micro-step of two
     engine.step()
     try:
@@ -74,12 +83,12 @@ def save(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
 def resume(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     from tests.dist import tiny
 
-    engine = build(case, seed=1234)
+    engine = build(case, seed=1234, **case.get("resume", {}))
     for step in range(3):  # a used optimizer must forget what it was
         tiny.train_step(engine, 1000 + step, rank)
     engine.load_checkpoint(str(folder / case["name"]), tag="half")
     losses = [tiny.train_step(engine, step, rank) for step in range(HALF, FULL)]
-    result = {"losses": losses, "digest": digest(engine)}
+    result = {"losses": losses, "digest": digest(engine), "staged": is_staged(engine)}
     engine.destroy()
     return result
 
@@ -141,6 +150,9 @@ def exported(case: dict[str, Any], folder: Path) -> dict[str, float]:
 def main() -> None:
     verb, folder, cases = worker.args()
     rank, _ = worker.init()
+    from deepspeed_scape import host_residual
+
+    host_residual.STAGE_ON_CPU, host_residual.BUCKET = True, 50
     run = {"save": save, "resume": resume, "convert": convert}[verb]
     result = {case["name"]: run(case, Path(folder), rank) for case in json.loads(cases)}
     if verb == "save":

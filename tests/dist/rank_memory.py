@@ -55,10 +55,14 @@ def held(dtype: str, type: str = "SCAPE", **params: Any) -> dict[str, Any]:
 
 def main() -> None:
     worker.init()
+    from deepspeed_scape import host_residual
+
+    host_residual.STAGE_ON_CPU = True
     report = {
-        "fp32-0.9": held("fp32", sparsity=0.9),
-        "bf16-0.99": held("bf16", sparsity=0.99),
-        "bf16-0.99-bf16": held("bf16", sparsity=0.99, residual_dtype="bf16"),
+        "fp32-0.9-fp32-device": held("fp32", sparsity=0.9),
+        "bf16-0.99-fp32-device": held("bf16", sparsity=0.99),
+        "bf16-0.99-bf16-device": held("bf16", sparsity=0.99, residual_dtype="bf16"),
+        "bf16-0.99-fp32-cpu": held("bf16", sparsity=0.99, residual_device="cpu"),
         "bf16-dense": held("bf16", "AdamW"),
     }
     worker.report(report)

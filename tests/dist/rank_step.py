@@ -188,7 +188,7 @@ def _snapshot(engine: Any) -> list[torch.Tensor]:
     engine.optimizer.finish_mask()
     tensors = []
     for group in engine.optimizer.scape_groups:
-        tensors += [group.residual, group.last, group.position, group.master.data, group.flat]
+        tensors += [group.residual.state(), group.last, group.position, group.master.data, group.flat]
         tensors += [group.moments["exp_avg"], group.moments["exp_avg_sq"]]
     return [t.clone() for t in tensors]
 

@@ -23,7 +23,7 @@ def dump(engine: Any) -> dict[str, Any]:
     for group in optimizer.scape_groups:
         whole = {"master": group.master.data, "m": group.moments["exp_avg"], "v": group.moments["exp_avg_sq"]}
         whole = {key: _gather(value) for key, value in {**whole, "last": group.last}.items()}
-        total = group.residual.double()
+        total = group.residual.state().double()
         dist.all_reduce(total)
         whole["residual"] = total / dist.get_world_size()
         whole["replica"] = group.flat.clone()
@@ -125,6 +125,9 @@ def resume(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
 def main() -> None:
     verb, folder, cases = worker.args()
     rank, _ = worker.init()
+    from deepspeed_scape import host_residual
+
+    host_residual.STAGE_ON_CPU, host_residual.BUCKET = True, 1000
     run = {"save": save, "resume": resume}[verb]
     worker.report({case["name"]: run(case, Path(folder), rank) for case in json.loads(cases)})
 

@@ -17,6 +17,9 @@ CASES = [{"name": f"zero{s}-{d}", "stage": s, "dtype": d} for s in (1, 2) for d 
     {"name": "mid-warmup", "stage": 2, "dtype": "fp32", "params": {"warmup_steps": 11}},
     {"name": "bf16-residual", "stage": 2, "dtype": "bf16", "params": {"residual_dtype": "bf16", "value_dtype": "bf16"}},
     {"name": "ballots", "stage": 2, "dtype": "fp32", "params": {"ballots": True}},
+    {"name": "from-host", "stage": 2, "dtype": "fp16", "params": {"residual_device": "cpu"},
+     "resume": {"residual_device": "device"}},
+    {"name": "to-host", "stage": 2, "dtype": "bf16", "resume": {"residual_device": "cpu"}},
     {"name": "block-no-overlap", "stage": 1, "dtype": "fp32",
      "params": {"selection": "block", "block_size": 50, "overlap_comm": False}},
 ]  # fmt: skip
@@ -38,6 +41,16 @@ def test_resume_is_bitwise_exact(runs: dict[str, list[dict[str, Any]]], name: st
     for saved, resumed in zip(runs["save"], runs["resume"], strict=True):
         assert resumed[name]["losses"] == saved[name]["losses"]
         assert resumed[name]["digest"] == saved[name]["digest"]
+
+
+def test_a_residual_in_host_memory_changes_no_bit(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """With clipping and two accumulations a step; the resumes go from one place to the other."""
+    for saved in runs["save"]:
+        host, device = saved["from-host"], saved["zero2-fp16"]
+        assert host["staged"] and not device["staged"]
+        assert host["losses"] == device["losses"] and host["digest"] == device["digest"]
+    for resumed in runs["resume"]:
+        assert resumed["to-host"]["staged"] and not resumed["from-host"]["staged"]
 
 
 def test_saving_mid_accumulation_is_refused(runs: dict[str, list[dict[str, Any]]]) -> None:

@@ -12,6 +12,7 @@ from tests.launch import run_ranks
 
 pytestmark = pytest.mark.dist
 WIDTH = {"fp32": 4, "bf16": 2}
+CASES = ["fp32-0.9-fp32-device", "bf16-0.99-fp32-device", "bf16-0.99-bf16-device", "bf16-0.99-fp32-cpu"]
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["W2", "W3"])
@@ -19,10 +20,11 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(Path(__file__).with_name("rank_memory.py"), request.param)
 
 
-@pytest.mark.parametrize("case", ["fp32-0.9", "bf16-0.99", "bf16-0.99-bf16"])
+@pytest.mark.parametrize("case", CASES)
 def test_scape_holds_what_is_planned(ranks: list[dict[str, Any]], case: str) -> None:
-    dtype, sparsity, *residual = case.split("-")
-    wanted = memory.scape(1, len(ranks), 1 - float(sparsity), dtype, residual[0] if residual else "fp32")
+    dtype, sparsity, residual, place = case.split("-")
+    wanted = memory.scape(1, len(ranks), 1 - float(sparsity), dtype, residual, place)
+    wanted += memory.pinned(1, len(ranks), residual, place)  # a CPU has no other memory
     for result in ranks:
         held = result[case]
         # message buffers, K-sized and smaller, come on top

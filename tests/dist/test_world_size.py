@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("rank_world.py")
 
 CASES: list[dict[str, Any]] = [
     {"name": "zero2-fp32", "stage": 2, "dtype": "fp32", "params": {"sparsity": 0.9}},
-    {"name": "zero1-bf16", "stage": 1, "dtype": "bf16", "params": {"sparsity": 0.9}},
+    {"name": "zero1-bf16-host", "stage": 1, "dtype": "bf16", "params": {"sparsity": 0.9, "residual_device": "cpu"}},
     {"name": "fp16-skips", "stage": 2, "dtype": "fp16", "params": {"sparsity": 0.8}, "poison": True},
     # the norm that clipping estimates depends on the number of ranks, so this one goes without
     {"name": "dense", "stage": 2, "dtype": "fp32", "params": {"sparsity": 0.0}, "top": {"gradient_clipping": 0.0}},

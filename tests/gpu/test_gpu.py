@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_scape import host_residual
 from deepspeed_scape.kernels import naive, ops_for
+from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import Moments, pending_moment, select_top
+from deepspeed_scape.residual import DeviceResidual
 from tests import bare
 
 pytestmark = [
@@ -132,6 +135,33 @@ def test_the_same_model_as_on_a_cpu(options: dict[str, Any]) -> None:
             assert torch.equal(ours, theirs)
         else:
             assert torch.allclose(ours.float(), theirs.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_residual_in_host_memory(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of one on the device, though the compute stream is slow, and without a wait by the driver's word."""
+    monkeypatch.setattr(host_residual, "BUCKET", 1 << 16)
+    layout = GroupLayout(world_size=4, partition_size=300_001, kept=3_000, slots=())
+    here = host_residual.HostResidual(layout, dtype, 1, CUDA)
+    there = DeviceResidual(layout, dtype, CUDA)
+    assert all(bucket.values.is_pinned() for bucket in here.buckets) and len(here.buckets) == 3 * 5
+    for step in range(5):
+        generator = torch.Generator(CUDA).manual_seed(step)
+        grads = [torch.randn(n, generator=generator, device=CUDA) for n in (700_000, 5, 77_777)]
+        rows = [torch.randperm(300_001, generator=generator, device=CUDA)[:3_000].sort().values for _ in range(4)]
+        position = torch.cat([row + 300_001 * owner for owner, row in enumerate(rows)])
+        outs = [torch.empty(4, 3_000, device=CUDA) for _ in range(2)]
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # kernels are compiled by then
+        try:
+            torch.cuda._sleep(50_000_000)
+            for residual, out in ((here, outs[0]), (there, outs[1])):
+                residual.accumulate(grads, [3, 700_003, 900_000], 0.3)
+                residual.pack(position, out)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(*outs)
+    assert torch.equal(here.state(), there.state().cpu())
+    torch.testing.assert_close(here.sum_squares(), there.sum_squares(), rtol=1e-6, atol=0)
 
 
 def test_the_mask_is_decoded_while_the_compute_stream_is_busy() -> None:

@@ -44,7 +44,7 @@ def run(steps: int, every: int, options: dict[str, Any], broken: int = 0) -> Any
             masks = []
             for group in optimizer.scape_groups:  # `last` tells what this step visited
                 masks.append((group.last == optimizer.applied_steps).nonzero().flatten().tolist())
-            norm = math.sqrt(sum(float(g.residual.double().square().sum()) for g in optimizer.scape_groups))
+            norm = math.sqrt(sum(float(g.residual.state().double().square().sum()) for g in optimizer.scape_groups))
             optimizer.seen.append((masks, norm, dense))
     return optimizer
 

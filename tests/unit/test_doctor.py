@@ -81,6 +81,8 @@ def test_costs_are_the_designs() -> None:
     assert held == pytest.approx(1e9 * (2 + 2 + 4 + 0.08 + 16 / 8))
     assert sent / 1e9 / (7 / 8) == pytest.approx(0.04 + 0.02 + 0.0139, rel=0.01)
     assert doctor.costs(options, "bf16", 1000, 1)[1][1] == 0.0
+    outside = ScapeOptions(sparsity=0.99, residual_device="cpu")
+    assert doctor.costs(outside, "bf16", 10**9, 8)[1] == (name, sent, pytest.approx(held - 4e9 * 7 / 8))
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +97,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     status, said = ask("--deepspeed_config", str(config), "--params", "1.8e9", "--ranks", "32")
     assert status == 0 and "accepted" in said and "1,800,000,000 parameters, 32 ranks, fp32" in said
     assert "check_replicas" in said and "SCAPE 99%" in said
+    assert "pinned" not in said
+    outside = document()
+    outside["optimizer"]["params"]["residual_device"] = "cpu"
+    config.write_text(json.dumps(outside))
+    status, said = ask("--deepspeed_config", str(config), "--params", "1e9", "--ranks", "8")
+    assert status == 0 and "3.5 GB of pinned host memory" in said
     config.write_text(json.dumps(document(zero_optimization={"stage": 0})))
     status, said = ask("--deepspeed_config", str(config))
     assert status == 1 and "zero_optimization.stage = 0" in said and "Remedy" in said

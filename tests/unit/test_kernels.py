@@ -140,6 +140,30 @@ def test_pack_and_scatter(
     assert same(flat, flat_twin)
 
 
+@few
+@given(
+    size=st.integers(0, 100),
+    start=st.sampled_from([0, 1, 70, 2**33]),
+    share=st.sampled_from([0.0, 0.1, 1.0]),
+    dtypes=st.sampled_from([(a, b) for a in FLOATS[:2] for b in FLOATS[:2]]),
+)
+def test_pack_bucket(size: int, start: int, share: float, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Places before, in and behind the bucket; what is not in it stays as it was."""
+    around = sorted_places(3 * 50 + size, int(share * (3 * 50 + size)), 3) + start - 50
+    bucket = random(size, dtype=dtypes[0])
+    bucket[: len(RARE)] = torch.tensor(RARE, device=DEVICE)[:size].to(dtypes[0])
+    twin, before = bucket.clone(), bucket.clone()
+    out, out_twin = (torch.full((around.numel(),), 9.0, dtype=dtypes[1], device=DEVICE) for _ in range(2))
+    gpu.pack_bucket(bucket, start, around, out)
+    naive.pack_bucket(twin, start, around, out_twin)
+    assert same(bucket, twin) and same(out, out_twin)
+    inside = (around >= start) & (around < start + size)
+    places = around[inside] - start
+    assert same(out[inside], before[places].to(dtypes[1])) and bool((out[~inside] == 9.0).all())
+    before[places] = 0.0
+    assert same(bucket, before)
+
+
 # ---- the owner's update ----------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import ballots, encoding, group, mask, residual
+from deepspeed_scape import ballots, encoding, group, host_residual, mask, residual
 from deepspeed_scape.kernels import loops, ops_for
+from deepspeed_scape.layout import GroupLayout
 from tests import bare, interpreter
 from tests.spies import MemorySpy, SyncSpy
 
@@ -138,6 +139,38 @@ def test_ballots_wait_for_nothing(kept: int, triton_path: SyncSpy, monkeypatch: 
     for module in MODULES:
         monkeypatch.setattr(module, "ops_for", ops_for)
     assert torch.allclose(estimate, vote(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not on")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_pass_over_host_memory_waits_for_nothing(
+    dtype: torch.dtype, triton_path: SyncSpy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does with the Triton kernels what it does with the torch twins, to the bit."""
+    monkeypatch.setattr(host_residual, "BUCKET", 70)
+    layout = GroupLayout(world_size=3, partition_size=200, kept=20, slots=())
+    grads = [torch.randn(150), torch.randn(300), torch.randn(90)]
+    position = torch.cat([torch.randperm(200)[:20].sort().values + 200 * owner for owner in range(3)])
+
+    def steps() -> list[torch.Tensor]:
+        ours = host_residual.HostResidual(layout, dtype, 1, CPU)
+        seen = []
+        for where, kept in ((position, 20), (None, 200), (position, 20)):
+            ours.accumulate(grads, [0, 150, 500], 0.5)
+            seen.append(torch.empty(3, kept))
+            ours.pack(where, seen[-1])
+            seen.append(ours.sum_squares())
+        return [*seen, ours]  # type: ignore[list-item]
+
+    with triton_path.watching():
+        *seen, ours = steps()
+    assert triton_path.seen > 100 and dict(triton_path.found) == {}
+    for module in MODULES:
+        monkeypatch.setattr(module, "ops_for", ops_for)
+    *twins, theirs = steps()
+    assert torch.equal(ours.state(), theirs.state())  # type: ignore[attr-defined]
+    for mine, twin in zip(seen, twins, strict=True):
+        assert torch.equal(mine, twin) if mine.dim() else torch.allclose(mine, twin, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

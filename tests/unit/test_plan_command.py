@@ -101,6 +101,13 @@ def test_table_shows_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in out
 
 
+def test_a_residual_in_host_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*BASE, "--residual-device", "cpu", "--host-link", "50GB/s"])
+    assert "SCAPE also holds 6.97 GB a rank in pinned host memory" in capsys.readouterr().out
+    main(BASE)
+    assert "pinned" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("over", ["nodes", "bandwidth"])
 def test_sweeps_draw(over: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -61,7 +61,7 @@ def test_memory_is_what_the_state_holds(sparsity: float, ranks: int) -> None:
     group = step.group
     moments = [group.moments["exp_avg"], group.moments["exp_avg_sq"]]
     assert group.position is not None
-    state = [group.flat, group.residual, group.position, group.master, group.last, *moments, grad]
+    state = [group.flat, group.residual.state(), group.position, group.master, group.last, *moments, grad]
     planned = planned_memory(params, ranks, 1 - sparsity, "fp32", "fp32")
     assert sum(tensor.nbytes for tensor in state) == pytest.approx(planned, rel=1e-3)
 
@@ -127,3 +127,13 @@ def test_local_work_follows_the_memory_bandwidth() -> None:
     for sparsity in (None, 0.9, 0.99):
         assert predict(free, slow(), sparsity).local == pytest.approx(2 * predict(twice, slow(), sparsity).local)
     assert predict(free, slow(), 0.9).local > predict(free, slow(), 0.99).local > 0
+
+
+def test_a_residual_in_host_memory_crosses_the_link_once_a_step_and_way() -> None:
+    here = replace(WORK, scape_local=None)
+    there = replace(here, residual_device="cpu", host_link=1e9)
+    on, off = predict_scape(here, slow(), 0.99), predict_scape(there, slow(), 0.99)
+    moved = 4 * WORK.params * 7 / 8
+    assert off.local - on.local == pytest.approx(moved / 1e9) and off.network == on.network
+    assert off.host_memory == on.memory - off.memory == pytest.approx(moved) and on.host_memory == 0
+    assert predict_scape(replace(there, scape_local=0.02), slow(), 0.99).local == 0.02  # as measured
