@@ -86,12 +86,12 @@ def _upload(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _chunks(counts: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(chunks,) int32 and (chunks,) int64: which gradient, and from where in it, each program works on."""
-    each = torch.tensor([blocks(count, BLOCK) for count in counts])
+    each = torch.tensor([blocks(count, size) for count in counts])
     owner = torch.repeat_interleave(torch.arange(len(counts)), each)
     first = torch.cumsum(each, 0) - each
-    begin = (torch.arange(owner.numel()) - first[owner]) * BLOCK
+    begin = (torch.arange(owner.numel()) - first[owner]) * size
     return upload(owner.int(), device), upload(begin, device)
 
 
@@ -112,7 +112,7 @@ def _runs(grads: Sequence[Tensor], starts: Sequence[int], device: torch.device) 
             _upload(tuple(grad.data_ptr() for grad in some), torch.int64, device),
             _upload(tuple(first), torch.int64, device),
             _upload(counts, torch.int64, device),
-            *_chunks(counts, device),
+            *_chunks(counts, BLOCK, device),
         )
         runs.append(Run(grads=some, aligned=aligned, tables=tables))
     return runs
