@@ -8,6 +8,7 @@ held against its ceiling to a few percent takes part in all rounds; a peer that 
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -74,13 +75,17 @@ def order_of(methods: Sequence[str], round_number: int) -> list[str]:
     return list(methods) if round_number % 2 == 0 else list(reversed(methods))
 
 
-def block_request(method: str, last_ms: float, steps: int) -> dict[str, object]:
-    """A block for a method whose last one took ``last_ms`` a step."""
+def block_request(method: str, last_ms: float, steps: int, crowded: bool = False) -> dict[str, object]:
+    """A block for a method whose last one took ``last_ms`` a step; ``crowded``: ranks share processors.
+
+    Compute alone would let some of them run ahead then, two at a time at full speed, so it meets as the others do.
+    """
     slow, close = last_ms > SLOW_MS, method in CLOSE and last_ms < VERY_SLOW_MS
     overlapped = METHODS[method].is_scape  # its mask in flight has to be the steady state's
     if last_ms > LONG_MS:
         steps = min(steps, 2 if close else 1)
-    return {"do": "block", "method": method, "lead": 1 if overlapped or close or not slow else 0, "steps": steps}
+    lead, meet = int(overlapped or close or not slow), crowded and METHODS[method].kind == "local"
+    return {"do": "block", "method": method, "lead": lead, "steps": steps, "meet": meet}
 
 
 def rounds_of(method: str, last_ms: float, rounds: int) -> int:
@@ -120,10 +125,11 @@ class Comparison:
             method = METHODS[name]
             request = {"do": "build", "method": name, "mock_bytes": counted.get(method.like, 0)}
             self.params = self.ranks.ask(request)[0]["params"]
-            warm = self.ranks.ask({"do": "block", "method": name, "lead": 0, "steps": 1})
+            warm = self.ranks.ask({"do": "block", "method": name, "lead": 0, "steps": 1, "meet": False})
             self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
             if self.last_ms[name] < SLOW_MS or method.hook:
-                warm = self.ranks.ask({"do": "block", "method": name, "lead": WARM_STEPS - 2, "steps": 1})
+                more = {"do": "block", "method": name, "lead": WARM_STEPS - 2, "steps": 1, "meet": False}
+                warm = self.ranks.ask(more)
                 self.last_ms[name] = step_ms(name, [reply["ms"] for reply in warm])
             counted[name] = statistics.fmean(reply["counted"] for reply in warm)
             self.say(f"{self.hosts.count} hosts: {method.title} is ready")
@@ -165,7 +171,8 @@ class Comparison:
         best: tuple[list[dict[str, Any]], float] | None = None
         for _ in range(TRIES):
             self.bystanders.start()
-            replies = self.ranks.ask(block_request(method, self.last_ms[method], self.settings.steps))
+            crowded = len(self.ranks.pids) > (os.cpu_count() or 1)
+            replies = self.ranks.ask(block_request(method, self.last_ms[method], self.settings.steps, crowded))
             share = self.bystanders.share()
             if best is None or share < best[1]:
                 best = replies, share

@@ -23,7 +23,7 @@ COLUMNS = (
 LEVEL = (
     "The machine's speed wanders by 15% within seconds. Compute only, mocks and SCAPE run the same forward and "
     "backward and send nothing meanwhile, so what is close between them is compared with their common median in the "
-    "place of each one's own; in brackets the plain median of the ratios."
+    "place of each one's own; in brackets the plain median of the ratios, which alone counts where ranks share cores."
 )
 
 Setting = tuple[int, float | None]  # hosts, Mbit/s
@@ -106,7 +106,12 @@ class Table:
         return statistics.median(ms for row in rows for ms in row.forward_ms.values())
 
     def level_ratio(self, setting: Setting, slower: str, faster: str) -> float | None:
-        """As ``ratio``, were forward and backward as long in both as ``compute``."""
+        """As ``ratio``, were forward and backward as long in both as ``compute``.
+
+        Where ranks share cores nobody can tell a slow machine from waiting for one's turn: there it is ``ratio``.
+        """
+        if setting[0] > self.cores:
+            return self.ratio(setting, slower, faster)
         compute, a, b = self.compute(setting), self.beside(setting, slower), self.beside(setting, faster)
         return None if compute is None or a is None or b is None else (compute + a) / (compute + b)
 

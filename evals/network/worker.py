@@ -93,8 +93,8 @@ class Rank:
         """Some consecutive steps of one method, between two barriers.
 
         ``lead`` steps come before the clock starts, so that an overlapped message in flight at the start stands for
-        the one in flight at the end. Returns ms of each step, mean ms of their forwards and backwards, and bytes a step
-        by the interface and by SCAPE's counter.
+        the one in flight at the end. With ``meet`` the ranks meet after every step. Returns ms of each step, mean ms of
+        their forwards and backwards, and bytes a step by the interface and by SCAPE's counter.
         """
         import torch.distributed as dist
 
@@ -111,6 +111,8 @@ class Rank:
         clock = [time.perf_counter()]
         for _ in range(steps):
             self._step(name)
+            if request["meet"]:
+                dist.barrier()
             forward.append(trained.forward_ms)
             compute.append(trained.compute_ms)
             stats = trained.stats()

@@ -145,13 +145,18 @@ def test_odd_rounds_go_backwards() -> None:
 
 def test_blocks() -> None:
     """SCAPE always gets a lead: at a block's start a mask must be in flight as at its end."""
-    assert block_request("zero2", 3000, 3) == {"do": "block", "method": "zero2", "lead": 0, "steps": 1}
-    assert block_request("zero2", 100, 3)["lead"] == 1 and block_request("zero2", 100, 3)["steps"] == 3
-    assert block_request("zero2", 500, 3)["lead"] == 1 and block_request("zero2", 500, 3)["steps"] == 1
-    assert block_request("scape99", 500, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 2}
-    assert block_request("scape90", 2000, 3) == {"do": "block", "method": "scape90", "lead": 1, "steps": 1}
-    assert block_request("scape99", 6000, 3) == {"do": "block", "method": "scape99", "lead": 1, "steps": 1}
-    assert block_request("mock99", 1000, 3) == {"do": "block", "method": "mock99", "lead": 1, "steps": 2}
+
+    def block(method: str, last_ms: float, crowded: bool = False) -> tuple[object, ...]:
+        request = block_request(method, last_ms, 3, crowded)
+        assert request["do"] == "block" and request["method"] == method
+        return request["lead"], request["steps"], request["meet"]
+
+    assert block("zero2", 3000) == (0, 1, False)
+    assert block("zero2", 100) == (1, 3, False) and block("zero2", 500) == (1, 1, False)
+    assert block("scape99", 500) == (1, 2, False) and block("scape99", 6000) == (1, 1, False)
+    assert block("scape90", 2000) == (1, 1, False)
+    assert block("mock99", 1000, crowded=True) == (1, 2, False)
+    assert block("compute", 500) == (1, 2, False) and block("compute", 500, crowded=True) == (1, 2, True)
 
 
 def test_only_what_is_close_takes_part_in_every_round() -> None:
