@@ -2,11 +2,13 @@
 
     python -m evals.compatibility                                  # every pair; about half an hour each on 2 cores
     python -m evals.compatibility --pairs 0.16.9/2.13.0 -- tests/unit
+    python -m evals.compatibility --failed                         # once more what failed, with nothing beside it
     python -m evals.readme                                         # the README's table
 
 Each pair (DeepSpeed/torch) gets a virtual environment of its own under runs/compatibility/ and runs launch/test.sh, the
 command of CI. Torch before 2.13 comes from PyPI with CUDA, 5 GB on the disk; --remove deletes an environment after its
-run. evals/results/compatibility.json keeps the newest result of each pair.
+run. evals/results/compatibility.json keeps the newest result of each pair; what failed in it and passed with --failed
+stays there under both names.
 """
 
 from __future__ import annotations
@@ -51,6 +53,20 @@ def run_tests(pair: str, folder: Path, arguments: list[str]) -> dict[str, Any]:
     return {**read_junit(junit), "minutes": round((time.monotonic() - begin) / 60, 1)}
 
 
+def run_failed(known: dict[str, dict[str, Any]], pair: str, folder: Path) -> dict[str, Any]:
+    """The recorded result of a pair with ``passed_again``: which of its failures pass now."""
+    failed = known[pair]["failed"]
+    again = run_tests(pair, folder, [node_id(name) for name in failed])
+    print(json.dumps({"pair": pair, "again": again}), flush=True)
+    return {**known[pair], "passed_again": sorted(set(failed) - set(again["failed"])), "again": provenance()}
+
+
+def node_id(name: str) -> str:
+    """pytest's name of a test that a report calls ``package.module::test[parameter]``."""
+    module, _, test = name.partition("::")
+    return f"{module.replace('.', '/')}.py::{test}"
+
+
 def read_junit(path: Path) -> dict[str, Any]:
     """Counts of a pytest report, and what failed."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
@@ -75,21 +91,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m evals.compatibility", description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS), metavar="DEEPSPEED/TORCH")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "compatibility")
+    parser.add_argument("--failed", action="store_true", help="run only what the recorded results name as failed")
     parser.add_argument("--remove", action="store_true", help="delete each environment after its run")
     parser.add_argument("pytest", nargs="*", metavar="-- ARGUMENT", help="for pytest; a part is not recorded")
     args = parser.parse_args()
     bad = [pair for pair in args.pairs if pair.count("/") != 1]
     if bad:
         parser.error(f"--pairs {bad[0]}: give DEEPSPEED/TORCH, such as {PAIRS[0]}")
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    if args.failed:
+        args.pairs = [pair for pair in args.pairs if known.get(pair, {}).get("failed")]
     failed = False
     for pair in args.pairs:
         folder = args.folder / pair.replace("/", "-")
-        result = {**run_tests(pair, folder, args.pytest), **versions(folder / "venv"), "run": provenance()}
-        print(json.dumps({"pair": pair, **result}), flush=True)
-        failed |= bool(result["failed"])
+        if args.failed:
+            result = run_failed(known, pair, folder)
+        else:
+            result = {**run_tests(pair, folder, args.pytest), **versions(folder / "venv"), "run": provenance()}
+            print(json.dumps({"pair": pair, **result}), flush=True)
+        failed |= set(result["failed"]) > set(result.get("passed_again", []))
         if not args.pytest:
-            known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-            write(RESULT, json.dumps({**known, pair: result}, indent=1, sort_keys=True) + "\n")
+            known[pair] = result
+            write(RESULT, json.dumps(known, indent=1, sort_keys=True) + "\n")
         if args.remove:
             shutil.rmtree(folder / "venv")
     if failed:

@@ -163,8 +163,12 @@ def compatibility() -> str:
             f"| {row['deepspeed']} | {row['torch']} | {row['python']} | {row['passed']} | {len(row['failed'])} | "
             f"{row['skipped']} | {row['run']['commit']} |"
         )
-    failed = sorted({name for row in results.values() for name in row["failed"]})
-    told = "".join(f" Failed: `{name}`." for name in failed)
+    again = {name for row in results.values() for name in row.get("passed_again", [])}
+    failed = {name for row in results.values() for name in set(row["failed"]) - set(row.get("passed_again", []))}
+    told = "".join(f" Failed: `{name}`." for name in sorted(failed))
+    if again:
+        names = ", ".join(f"`{name}`" for name in sorted(again))
+        told += f" Failed beside other work and passed with `--failed`, alone: {names}."
     return "\n".join(lines) + f"\n\n`python -m evals.compatibility`: CI's own command, one environment a row.{told}"
 
 

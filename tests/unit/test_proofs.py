@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.compatibility import read_junit
+from evals import compatibility
+from evals.compatibility import node_id, read_junit, run_failed
 from evals.long_run import Sample, complaints, growth, thinned
 
 MIB = 1 << 20
@@ -56,3 +57,19 @@ def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
         "</testcase></testsuite></testsuites>"
     )
     assert read_junit(path) == {"passed": 1, "skipped": 1, "failed": ["b::z[1]", "b::w"]}
+
+
+def test_what_failed_is_run_again_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert node_id("tests.dist.test_wire::test_a[W2-x.y]") == "tests/dist/test_wire.py::test_a[W2-x.y]"
+    asked = []
+
+    def run_tests(pair: str, folder: Path, arguments: list[str]) -> dict[str, object]:
+        asked.extend(arguments)
+        return {"passed": 1, "skipped": 0, "failed": ["tests.b::w"]}
+
+    monkeypatch.setattr(compatibility, "run_tests", run_tests)
+    known = {"1/2": {"passed": 5, "failed": ["tests.a::z[1]", "tests.b::w"]}}
+    result = run_failed(known, "1/2", tmp_path)
+    assert asked == ["tests/a.py::z[1]", "tests/b.py::w"]
+    assert result["passed"] == 5 and result["failed"] == known["1/2"]["failed"]
+    assert result["passed_again"] == ["tests.a::z[1]"]
