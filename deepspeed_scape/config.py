@@ -5,6 +5,8 @@ All of them live in ``optimizer.params`` of the DeepSpeed JSON, since DeepSpeed'
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any, Literal
 
 import torch
@@ -81,7 +83,8 @@ class ScapeOptions(AdamSOptions):
     block_size: int = Field(default=200, ge=2, le=65536, description="elements of a block when selection is 'block'")
     residual_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the unsent gradients (P,)")
     residual_device: Literal["device", "cpu"] = Field(
-        default="device", description="'cpu': other owners' part of it in pinned host memory, moved once a step"
+        default="device",
+        description="'cpu' saves GPU memory: what other owners are to get waits in pinned host memory",
     )
     value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the reduced values on the wire")
     ballots: bool = Field(
@@ -159,6 +162,20 @@ def auto_remedy(key: str) -> str:
     return "give a value; nothing fills it in"
 
 
+def _remedy(key: str, value: Any, meaning: str) -> str:
+    if value == "auto":
+        return auto_remedy(key)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            if math.isfinite(float(value)):
+                return f"write {value} without quotes"
+    if key.endswith(".sparsity") and isinstance(value, int | float) and 1 <= value < 100:
+        return f"write {value / 100 if value > 1 else 0.99:g}: it is a share below 1"
+    if key.endswith(".betas"):
+        return "give two numbers, such as [0.9, 0.95]"
+    return meaning
+
+
 SCAPE_ONLY = frozenset(ScapeOptions.model_fields) - frozenset(AdamSOptions.model_fields)
 
 
@@ -178,10 +195,9 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
             raise ScapeConfigError(
                 f"{where}.{name}", first["input"], "unknown option", f"remove it; known options are {known}"
             ) from None
-        key, value = (f"{where}.{name}", first["input"]) if name else (where, params)
+        named = {option: value for option, value in params.items() if option in first["msg"]}
+        key, value = (f"{where}.{name}", params[name]) if name else (where, named)
         meaning = model.model_fields[name].description if name in model.model_fields else None
-        remedy = f"{name}: {meaning}" if meaning else "change one of the two"
-        if value == "auto":
-            remedy = auto_remedy(key)
+        remedy = _remedy(key, value, f"{name}: {meaning}" if meaning else "change one of the two")
         problem = first["msg"].removeprefix("Value error, ").rstrip(".")
         raise ScapeConfigError(key, value, problem, remedy) from None

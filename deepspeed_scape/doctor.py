@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         return 0
     document = documents.read(args.deepspeed_config)
     if document is None:
-        console.print(f"{args.deepspeed_config}: no such file, or no JSON object in it")
+        console.print(f"{args.deepspeed_config}: {documents.fault(args.deepspeed_config) or 'no such file'}")
         return 1
     refusal = refused(document, args.ranks)
     if refusal is not None:
@@ -216,7 +216,8 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
         table.add_row(name, show_bytes(sent), share, show_bytes(held), f"{held / params:.2f}")
     console.print(table)
     if pinned := memory.pinned(params, ranks, options.residual_dtype, options.residual_device):
-        console.print(f"on a GPU, and {show_bytes(pinned)} of pinned host memory (residual_device), moved once a step")
+        said = f"and {show_bytes(pinned)} of pinned host memory (residual_device), moved once a step"
+        console.print(f"on GPUs, {said}; on CPUs the residual is in host memory as it is")
     console.print("held: weights, gradients, optimizer and mask between steps, no activations; docs/memory.md")
 
 

@@ -54,6 +54,18 @@ def read(config: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def fault(config: Any) -> str | None:
+    """What is wrong with a file of that name that nobody can read as a document; None where there is none."""
+    if not isinstance(config, str | os.PathLike) or not os.path.isfile(config):
+        return None
+    try:
+        with open(config) as file:
+            found = hjson.load(file)
+    except (OSError, ValueError) as error:
+        return f"it is not JSON: {error}"
+    return None if isinstance(found, dict) else "it holds no JSON object"
+
+
 def is_ours(document: dict[str, Any], client: Any = None) -> bool:
     """Whether the document, or the script, asks for SCAPE or AdamS, if need be with a slip of the pen."""
     from deepspeed_scape.optimizer import Scape
@@ -70,7 +82,9 @@ def is_ours(document: dict[str, Any], client: Any = None) -> bool:
 
 def _resembles(name: Any) -> bool:
     names = {known.lower() for known in (*OPTIMIZER_NAMES, *DENSE_NAMES)}
-    return str(name).strip("[]' ").lower() in names
+    written = str(name).strip("[]' ").lower()
+    # "adam" is near AdamS and somebody else's; no optimizer of DeepSpeed's or torch's is near SCAPE
+    return written in names or bool(difflib.get_close_matches(written, ["scape"], cutoff=0.8))
 
 
 def check(document: dict[str, Any], world_size: int) -> None:
@@ -89,12 +103,20 @@ def check(document: dict[str, Any], world_size: int) -> None:
 
 
 def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
-    """DeepSpeed ignores top-level names that it does not know, so a slip of the pen would be silent."""
+    """DeepSpeed ignores top-level names that it does not know, so a slip of the pen would be silent.
+
+    A name around a known one, such as ``_optimizer``, is taken for what somebody has put aside.
+    """
     known = [*_OBJECTS, *_FLAGS, *_COUNTS, *_OTHERS]
-    for name in document:
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.87)
-        if name not in known and close and close[0] not in document:
-            yield str(name), document[name], "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
+    for name in (str(name) for name in document if name not in known):
+        value = document.get(name)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.87)
+        if close and not (close[0] in document and close[0] in name):
+            yield name, value, "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
+        elif name in SCAPE_ONLY - {"seed"}:
+            yield name, value, "an option of SCAPE, which DeepSpeed ignores here", "move it into optimizer.params"
+        elif name.lower() == "scape":
+            yield name, value, "DeepSpeed ignores such a section", "SCAPE's options go into optimizer.params"
 
 
 def _bad_auto(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -185,7 +207,11 @@ def _bad_batch(document: dict[str, Any], world_size: int) -> Iterator[Refusal]:
     exact = each == 1 or micro is None or steps is None
     if rest or not each or not exact:
         parts = f"{micro or 'any'} a rank x {steps or 'any'} accumulation steps x {world_size} ranks"
-        yield _COUNTS[0], total, f"does not go with {parts}", "change it, or remove it and let DeepSpeed derive it"
+        remedy = "change it, or remove it and let DeepSpeed derive it"
+        if total == (micro or 1) * (steps or 1):
+            remedy = f"make it {total * world_size}; or, if a trainer has filled it in, that takes every rank for the "
+            remedy += "only one: on CPUs give it --use_cpu"
+        yield _COUNTS[0], total, f"does not go with {parts}", remedy
 
 
 def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -205,6 +231,10 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
     if not isinstance(params, dict):
         yield "scheduler.params", params, "must be a JSON object", 'write "params": {...}'
         return
+    bad = next(_bad_arguments(str(name), kind, params), None)
+    if bad is not None:
+        yield bad
+        return
     try:
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
         trial = cast(Callable[..., Any], kind)(optimizer, **params)
@@ -216,6 +246,18 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
         return
     if not all(_is_number(rate) and rate >= 0 for rate in rates):
         yield "scheduler.params", params, f"{name} makes a learning rate of {rates[0]}", "give rates of 0 or above"
+
+
+def _bad_arguments(name: str, kind: Any, params: dict[str, Any]) -> Iterator[Refusal]:
+    """Parameters that a scheduler does not know, or does not get."""
+    taken = dict(list(inspect.signature(kind).parameters.items())[1:])  # the first is the optimizer
+    for extra in params:
+        if extra not in taken:
+            remedy = f"use {', '.join(taken)}"
+            yield f"scheduler.params.{extra}", params[extra], f"{name} knows no such parameter", remedy
+    for needed, parameter in taken.items():
+        if parameter.default is inspect.Parameter.empty and needed not in params:
+            yield f"scheduler.params.{needed}", None, f"{name} needs it", "give it"
 
 
 def _is_int(value: Any) -> bool:

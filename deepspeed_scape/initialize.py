@@ -41,6 +41,8 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
     if config is None:
         config = getattr(given.get("args"), "deepspeed_config", None)
     document = documents.read(config)
+    if document is None and (problem := documents.fault(config)) is not None:
+        raise ScapeConfigError("DeepSpeed configuration", str(config), problem, "correct that file")
     if document is None or not documents.is_ours(document, given.get("optimizer")):
         return stock(*arguments.args, **arguments.kwargs)
     documents.check(document, _world_size(given.get("mpu")))

@@ -41,6 +41,10 @@ def convert(source: Path, out: Path, workers: int = 1) -> None:
         ScapeCheckpointError: ``source`` is damaged, not SCAPE's or universal already, or ``out`` exists.
     """
     source, out = source.absolute(), out.absolute()
+    latest = source / "latest"
+    if latest.is_file() and not (source / manifest.NAME).exists():
+        tag = source / latest.read_text().strip()
+        raise ScapeCheckpointError(f"{source} is a folder of checkpoints. Remedy: name one, the latest is {tag}")
     listed = manifest.read(source)
     if listed.get("universal"):
         raise ScapeCheckpointError(f"{source} is a universal checkpoint already")

@@ -209,6 +209,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.diagnostics.after_step(step, dense)
         self.visits += sent_share(self.scape_groups, dense)
         self.applied_steps = step
+        self.optimizer._opt_called = True  # torch's schedulers warn if nobody has stepped before them
         if masks is not None:
             self._start_mask(masks)
         every = self.options.check_replicas

@@ -132,6 +132,7 @@ def show(console: Console, rows: list[dict[str, Any]], steps: int) -> None:
         table.add_row(*cells(row, share))
     console.print(table)
     console.print(f"Saved: {OUTPUT / 'table.md'}, {OUTPUT / 'table.json'}", soft_wrap=True)
+    console.print("Next: your own script with SCAPE, in five minutes: docs/start.md")
 
 
 def steps_from_environment() -> int:
@@ -147,9 +148,12 @@ def main() -> None:
     steps, console = steps_from_environment(), Console()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the children
     rows = []
-    for method in METHODS:
+    for number, method in enumerate(METHODS, 1):
         begin = time.monotonic()
-        with console.status(f"{method.name}: {steps} steps (log: {OUTPUT / Path(method.config).stem / 'log.txt'})"):
+        doing = f"{number} of {len(METHODS)}: {method.name}, {steps} steps"
+        if not console.is_terminal:  # a status shows nowhere else
+            console.print(doing)
+        with console.status(f"{doing} (log: {OUTPUT / Path(method.config).stem / 'log.txt'})"):
             rows.append(run_method(method, steps))
         console.print(f"{method.name}: val loss {rows[-1]['final_val_loss']:.3f}, {time.monotonic() - begin:.0f} s")
     write_results(rows, steps)

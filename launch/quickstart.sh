@@ -24,6 +24,7 @@ if [ ! -e "$VENV/.complete" ]; then
     # DS_BUILD_OPS=0: DeepSpeed's C++/CUDA extensions are not needed
     DS_BUILD_OPS=0 "$VENV/bin/pip" install --quiet --disable-pip-version-check -e '.[train,cpu]'
     touch "$VENV/.complete"
+    echo "quickstart: installed"
 fi
 
 exec "$VENV/bin/python" launch/quickstart.py

@@ -10,6 +10,7 @@ _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _BANDWIDTH = (  # bytes/s
     {unit: bits / 8 for unit, bits in _BITS.items()}
     | {f"{unit}/s": bits / 8 for unit, bits in _BITS.items()}
+    | {unit: bits / 8 for unit, bits in (("kbps", 1e3), ("mbps", 1e6), ("gbps", 1e9), ("tbps", 1e12))}
     | {"kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9, "tb/s": 1e12}
 )
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}

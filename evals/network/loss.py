@@ -115,8 +115,8 @@ def run_loss(args: argparse.Namespace, where: dict[str, str], say: Say) -> None:
     write(args.output / "loss.json", json.dumps(result, indent=1) + "\n")
     note = (
         f"To a validation loss of {target:.4f} nats a token, which ZeRO-2 has after {steps:,} steps; {PRESET}, "
-        f"{HOSTS} hosts at {speed(MBIT)}, {MICRO_BATCH} x {preset.seq} tokens a rank and step, one seed. The seeds "
-        f"reported {SEEDS_SAVING:.1%} on their cluster. `{where['command']}`, commit {where['commit']}, "
+        f"{HOSTS} hosts at {speed(MBIT)}, {MICRO_BATCH} x {preset.seq} tokens a rank and step, one seed. SCAPE's paper "
+        f"reported {SEEDS_SAVING:.1%} on its cluster. `{where['command']}`, commit {where['commit']}, "
         f"{where['date']}, {where['hardware']}."
     )
     write(args.output / "loss.md", f"{table(curves, target)}\n\n{note}\n")

@@ -89,11 +89,17 @@ def check_job(job: Job, findings: Findings) -> None:
 
 def _importable(module: str) -> bool:
     """Whether a rank could import it: from its folder or installed, not just because this program's root is at hand."""
-    name, before = module.split(".")[0], list(sys.path)
+    before, name, where = list(sys.path), "", None
     sys.path[:] = [os.getcwd(), *before[1:]]  # the first entry is of this program's own making
     try:
-        # not importlib.util.find_spec, which knows what this program has imported
-        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+        for part in module.split("."):
+            name = f"{name}.{part}".lstrip(".")
+            # not importlib.util.find_spec, which knows what this program has imported, and imports what is around it
+            found = next((spec for finder in sys.meta_path if (spec := finder.find_spec(name, where))), None)
+            if found is None:
+                return False
+            where = found.submodule_search_locations or []
+        return True
     finally:
         sys.path[:] = before
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -291,14 +292,17 @@ def schedules(rank: int) -> dict[str, Any]:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1)),
     )
     torch_lrs = []
-    for step in range(4):
-        torch_lrs.append(engine.get_lr()[0])
-        loss = engine(tiny.batch(step, rank))
-        engine.backward(loss * float("nan") if step == 1 else loss)
-        engine.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            torch_lrs.append(engine.get_lr()[0])
+            loss = engine(tiny.batch(step, rank))
+            engine.backward(loss * float("nan") if step == 1 else loss)
+            engine.step()
+    told = [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)]
     recorded = engine.optimizer.scape_groups[0].decay.steps
     engine.destroy()
-    return {"deepspeed": deepspeed_lrs, "torch": torch_lrs, "recorded": recorded}
+    return {"deepspeed": deepspeed_lrs, "torch": torch_lrs, "recorded": recorded, "told": told}
 
 
 class OddNet(nn.Module):

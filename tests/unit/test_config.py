@@ -1,5 +1,7 @@
 """Options: defaults, ranges, and messages that name key, value and remedy."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,29 @@ def test_bad_option_names_key_value_and_remedy(name: str) -> None:
     with pytest.raises(ScapeConfigError) as error:
         parse_options(params, ScapeOptions)
     assert expected in str(error.value) and "Remedy: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "remedy"),
+    [
+        ({"lr": "5e-4"}, "write 5e-4 without quotes"),
+        ({"sparsity": 99}, "write 0.99: it is a share below 1"),
+        ({"sparsity": 1.0}, "write 0.99: it is a share below 1"),
+        ({"betas": [0.9]}, "give two numbers, such as [0.9, 0.95]"),
+        ({"residual_device": "gpu"}, "'cpu' saves GPU memory"),
+    ],
+    ids=str,
+)
+def test_the_remedy_is_what_to_write(params: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ScapeConfigError) as error:
+        parse_options(params, ScapeOptions)
+    assert remedy in error.value.remedy
+
+
+def test_two_options_that_do_not_go_together_are_both_shown_and_no_others() -> None:
+    with pytest.raises(ScapeConfigError) as error:
+        parse_options({"lr": 1e-3, "ballots": True, "residual_device": "cpu"}, ScapeOptions)
+    assert error.value.value == {"ballots": True, "residual_device": "cpu"}
 
 
 def test_unfilled_auto_is_explained() -> None:

@@ -22,12 +22,16 @@ GOOD: dict[str, Any] = {
 }
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "typo": ({"gradient_cliping": 1.0}, "gradient_cliping = 1.0: DeepSpeed knows no such key"),
-    "british": ({"zero_optimisation": {}, "zero_optimization": 1}, "zero_optimization = 1: must be a JSON object"),
+    "british": ({"zero_optimisation": {}}, "zero_optimisation = {}: DeepSpeed knows no such key"),
+    "typo beside": ({"gradient_cliping": 1.0, "gradient_clipping": 1.0}, "gradient_cliping = 1.0: DeepSpeed knows no"),
+    "option outside": ({"sparsity": 0.9}, "sparsity = 0.9: an option of SCAPE, which DeepSpeed ignores here"),
+    "section of ours": ({"Scape": {"sparsity": 0.9}}, "Scape = {'sparsity': 0.9}: DeepSpeed ignores such a section"),
     "section": ({"fp16": True}, "fp16 = True: must be a JSON object"),
     "flag": ({"wall_clock_breakdown": "yes"}, "wall_clock_breakdown = 'yes': must be true or false"),
     "zero batch": ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu = 0: must be a whole number"),
     "text batch": ({"train_batch_size": "8"}, "train_batch_size = '8'"),
     "no batch": ({"train_micro_batch_size_per_gpu": None}, "neither it nor train_batch_size is given"),
+    "one rank's batch": ({"train_batch_size": 4}, "that takes every rank for the only one: on CPUs give it --use_cpu"),
     "batch mismatch": ({"train_batch_size": 7}, "train_batch_size = 7: does not go with 4 a rank"),
     "all three": ({"train_batch_size": 16, "gradient_accumulation_steps": 3}, "train_batch_size = 16: does not go"),
     "a multiple": ({"train_batch_size": 16, "gradient_accumulation_steps": 1}, "train_batch_size = 16: does not go"),
@@ -40,10 +44,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "accum name": ({"data_types": {"grad_accum": "fp32"}}, "data_types.grad_accum = 'fp32': DeepSpeed would ignore it"),
     "scheduler": ({"scheduler": {"type": "Nope"}}, "scheduler.type = 'Nope'"),
     "torch's": ({"scheduler": {"type": "StepLR"}}, "pass lr_scheduler=FUNCTION"),
-    "scheduler name": ({"scheduler": {"type": "WarmupLR", "params": {"steps": 1}}}, "scheduler.params = {'steps': 1}"),
+    "scheduler name": ({"scheduler": {"type": "WarmupLR", "params": {"steps": 1}}}, "scheduler.params.steps = 1"),
+    "scheduler lacks": ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},
+                        "scheduler.params.total_num_steps = None: WarmupDecayLR needs it"),
     "scheduler value": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}, "scheduler.params"),
     "optimizer": ({"optimizer": "SCAPE"}, "optimizer = 'SCAPE': must be a JSON object"),
     "spelling": ({"optimizer": {"type": "ADAMS"}}, "optimizer.type = 'ADAMS': no optimizer of that name"),
+    "slip": ({"optimizer": {"type": "SCPAE", "params": {"lr": 1e-3}}}, "optimizer.type = 'SCPAE': no optimizer"),
     "list": ({"optimizer": {"type": ["SCAPE"]}}, "optimizer.type = ['SCAPE']"),
     "param": ({"optimizer": {"type": "SCAPE", "param": {}}}, "optimizer.param = {}: DeepSpeed would ignore it"),
     "sequence": ({"sequence_parallel_size": 0}, "sequence_parallel_size = 0"),
@@ -89,6 +96,7 @@ def test_shipped_documents_pass(path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [{}, {"train_batch_size": 8}, {"train_batch_size": 24, "gradient_accumulation_steps": 3}, {"my_own_notes": "hello"},
+     {"gradient_clipping": 1.0, "_gradient_clipping": 0.5, "seed": 3},
      {"steps_per_print": None}, {"steps_per_print": math.inf}, {"gradient_clipping": 0},
      {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}},
      {"wandb": {"enabled": False, "group": "auto"}},
@@ -99,7 +107,13 @@ def test_good_documents_pass(change: dict[str, Any]) -> None:
     document.check({**GOOD, **change}, 2)
 
 
-@pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 1}}, {"type": "Lamb"}, None])
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"type": "AdamW", "params": {"lr": 1}}, None]
+    + [
+        {"type": name} for name in ("Lamb", "Adam", "Muon", "Lion", "OneBitAdam", "SGD", "Adamax", "SparseAdam", "ASGD")
+    ],
+)
 def test_other_peoples_documents_are_left_alone(optimizer: Any) -> None:
     assert not document.is_ours({**GOOD, "optimizer": optimizer, "fp16": True})
 
@@ -139,3 +153,14 @@ def test_errors_of_the_users_own_code_pass() -> None:
         raise AssertionError("my model wants zero_optimization")
     except AssertionError as error:
         assert initialize.rephrase(error, GOOD) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "it is not JSON: "), ("[1]", "it holds no JSON object"), ("{}", None)]
+)
+def test_a_file_that_cannot_be_read_is_told_by_its_fault(text: str, said: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    found = document.fault(str(path))
+    assert (found is None) == (said is None) and (said is None or (found or "").startswith(said))
+    assert document.fault(str(tmp_path / "absent.json")) is None and document.fault({}) is None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_scape import manifest
+from deepspeed_scape import manifest, universal
 from deepspeed_scape.manifest import ScapeCheckpointError
 
 FILES = {"a.pt": b"first file", "zero/b.pt": b"second\x00file"}
@@ -118,3 +118,10 @@ def test_why_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert manifest.explain_missing(tmp_path / "two").endswith("Remedy: load another tag: one")
     manifest.draft_of(tmp_path / "two").mkdir()
     assert "was not finished" in manifest.explain_missing(tmp_path / "two")
+
+
+def test_a_folder_of_all_tags_is_told_from_the_folder_of_one(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("step60\n")
+    with pytest.raises(ScapeCheckpointError, match="is a folder of checkpoints. .* the latest is .*step60$"):
+        universal.convert(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

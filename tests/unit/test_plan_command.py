@@ -20,7 +20,14 @@ BASE = ["--params", "1.8e9", "--nodes", "32", "--bandwidth", "200Gbit", "--compu
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("200Gbit", 25e9), ("100 Mbit/s", 12.5e6), ("25GB/s", 25e9), ("1.5tbit", 187.5e9), ("56kbit", 7e3)],
+    [
+        ("200Gbit", 25e9),
+        ("100 Mbit/s", 12.5e6),
+        ("25GB/s", 25e9),
+        ("1.5tbit", 187.5e9),
+        ("56kbit", 7e3),
+        ("200Gbps", 25e9),
+    ],
 )
 def test_bandwidths(text: str, value: float) -> None:
     assert bandwidth(text) == pytest.approx(value)

@@ -62,6 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
+    (tmp_path / "mine" / "job.py").write_text("")
     return tmp_path
 
 
@@ -91,6 +92,8 @@ def test_good_jobs(module: str | None, words: list[str]) -> None:
         ("deepspeed_scape.run", ["--lr", "1"], "script 1: there is no such file here"),
         ("deepspeed_scape.run", [], "--module deepspeed_scape.run: no script follows it"),
         ("no_such_module.x", [], "--module no_such_module.x: "),
+        ("mine.jib", [], "--module mine.jib: "),
+        ("deepspeed_scape.rum", ["train.py"], "--module deepspeed_scape.rum: "),
         ("launch.pretrain", [], "--module launch.pretrain: "),  # of this repository, but not seen from that folder
         (None, ["train.py", "--deepspeed_config", "no.json"], "DeepSpeed configuration no.json: No such file"),
         (
