@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from typing import Any, Literal
 
 import torch
@@ -177,6 +178,7 @@ def _remedy(key: str, value: Any, meaning: str) -> str:
 
 
 SCAPE_ONLY = frozenset(ScapeOptions.model_fields) - frozenset(AdamSOptions.model_fields)
+UNMISTAKABLE = SCAPE_ONLY - {"seed"}  # where somebody else's options may stand: a seed may be anybody's
 
 
 def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str = "optimizer.params") -> Any:
@@ -195,7 +197,8 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
             raise ScapeConfigError(
                 f"{where}.{name}", first["input"], "unknown option", f"remove it; known options are {known}"
             ) from None
-        named = {option: value for option, value in params.items() if option in first["msg"]}
+        words = re.findall(r"\w+", first["msg"])
+        named = {option: value for option, value in params.items() if option in words}
         key, value = (f"{where}.{name}", params[name]) if name else (where, named)
         meaning = model.model_fields[name].description if name in model.model_fields else None
         remedy = _remedy(key, value, f"{name}: {meaning}" if meaning else "change one of the two")

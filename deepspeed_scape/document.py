@@ -18,7 +18,7 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from deepspeed_scape import older
-from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, SCAPE_ONLY, ScapeConfigError, auto_remedy
+from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, UNMISTAKABLE, ScapeConfigError, auto_remedy
 from deepspeed_scape.older import Refusal
 
 _OBJECTS = (
@@ -47,11 +47,15 @@ def read(config: Any) -> dict[str, Any] | None:
     if not isinstance(config, str | os.PathLike):  # a number would open a file descriptor
         return None
     try:
-        with open(config) as file:
-            found = hjson.load(file)
+        found = _load(config)
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _load(path: str | os.PathLike[str]) -> Any:
+    with open(path) as file:
+        return hjson.load(file)
 
 
 def fault(config: Any) -> str | None:
@@ -59,8 +63,7 @@ def fault(config: Any) -> str | None:
     if not isinstance(config, str | os.PathLike) or not os.path.isfile(config):
         return None
     try:
-        with open(config) as file:
-            found = hjson.load(file)
+        found = _load(config)
     except (OSError, ValueError) as error:
         return f"it is not JSON: {error}"
     return None if isinstance(found, dict) else "it holds no JSON object"
@@ -76,8 +79,7 @@ def is_ours(document: dict[str, Any], client: Any = None) -> bool:
     if not isinstance(optimizer, dict):
         return optimizer is not None  # DeepSpeed fails on it whatever it means
     params = optimizer.get("params")
-    known = SCAPE_ONLY - {"seed"}
-    return _resembles(optimizer.get("type")) or bool(isinstance(params, dict) and known & set(params))
+    return _resembles(optimizer.get("type")) or bool(isinstance(params, dict) and UNMISTAKABLE & set(params))
 
 
 def _resembles(name: Any) -> bool:
@@ -113,7 +115,7 @@ def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.87)
         if close and not (close[0] in document and close[0] in name):
             yield name, value, "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
-        elif name in SCAPE_ONLY - {"seed"}:
+        elif name in UNMISTAKABLE:
             yield name, value, "an option of SCAPE, which DeepSpeed ignores here", "move it into optimizer.params"
         elif name.lower() == "scape":
             yield name, value, "DeepSpeed ignores such a section", "SCAPE's options go into optimizer.params"
@@ -231,10 +233,7 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
     if not isinstance(params, dict):
         yield "scheduler.params", params, "must be a JSON object", 'write "params": {...}'
         return
-    bad = next(_bad_arguments(str(name), kind, params), None)
-    if bad is not None:
-        yield bad
-        return
+    yield from _bad_arguments(str(name), kind, params)
     try:
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
         trial = cast(Callable[..., Any], kind)(optimizer, **params)

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed_scape.config import (
     DENSE_NAMES,
     OPTIMIZER_NAMES,
-    SCAPE_ONLY,
+    UNMISTAKABLE,
     AdamSOptions,
     ScapeConfigError,
     ScapeOptions,
@@ -52,7 +52,7 @@ def check_optimizer(name: str | None, params: dict[str, Any], client: Any = None
         parse_options(params, ScapeOptions)
     elif name in DENSE_NAMES and client is None:
         parse_options(params, AdamSOptions)
-    elif foreign := sorted(SCAPE_ONLY & set(params) - {"seed"}):
+    elif foreign := sorted(UNMISTAKABLE & set(params)):
         raise ScapeConfigError(
             f"optimizer.params.{foreign[0]}",
             params[foreign[0]],

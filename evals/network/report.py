@@ -61,6 +61,10 @@ class Table:
     def get(self, setting: Setting, method: str) -> Row | None:
         return self._by_key.get((*setting, method))
 
+    def crowded(self, setting: Setting) -> bool:
+        """Whether ranks shared cores."""
+        return setting[0] > self.cores
+
     def ratio(self, setting: Setting, slower: str, faster: str) -> float | None:
         """Median of ms(slower) / ms(faster) over the rounds that hold both; None when one was not measured."""
         a, b = self.get(setting, slower), self.get(setting, faster)
@@ -94,8 +98,7 @@ class Table:
             return row.median_ms if row else None
         if beside is not None:
             return compute + beside
-        crowded = setting[0] > self.cores
-        if crowded or not row.forward_ms or "_bf16" in METHODS[method].config:
+        if self.crowded(setting) or not row.forward_ms or "_bf16" in METHODS[method].config:
             return row.median_ms
         usual = self._forward(setting)
         level = [ms - (row.forward_ms[number] / usual - 1) * compute for number, ms in row.ms.items()]
@@ -110,7 +113,7 @@ class Table:
 
         Where ranks share cores nobody can tell a slow machine from waiting for one's turn: there it is ``ratio``.
         """
-        if setting[0] > self.cores:
+        if self.crowded(setting):
             return self.ratio(setting, slower, faster)
         compute, a, b = self.compute(setting), self.beside(setting, slower), self.beside(setting, faster)
         return None if compute is None or a is None or b is None else (compute + a) / (compute + b)

@@ -64,6 +64,9 @@ def test_two_options_that_do_not_go_together_are_both_shown_and_no_others() -> N
     with pytest.raises(ScapeConfigError) as error:
         parse_options({"lr": 1e-3, "ballots": True, "residual_device": "cpu"}, ScapeOptions)
     assert error.value.value == {"ballots": True, "residual_device": "cpu"}
+    with pytest.raises(ScapeConfigError) as error:  # its message has "keeps" in it
+        parse_options({"eps": 1e-8, "selection": "block", "block_size": 250}, ScapeOptions)
+    assert error.value.value == {"block_size": 250}
 
 
 def test_unfilled_auto_is_explained() -> None:

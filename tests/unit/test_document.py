@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -164,3 +165,14 @@ def test_a_file_that_cannot_be_read_is_told_by_its_fault(text: str, said: str | 
     found = document.fault(str(path))
     assert (found is None) == (said is None) and (said is None or (found or "").startswith(said))
     assert document.fault(str(tmp_path / "absent.json")) is None and document.fault({}) is None
+
+
+def test_a_file_that_is_not_json_is_refused_before_deepspeed_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{")
+
+    def stock(config: Any = None) -> None:
+        raise AssertionError("DeepSpeed was asked")
+
+    with pytest.raises(ScapeConfigError, match="ds.json': it is not JSON: .*Remedy: correct that file"):
+        initialize.guarded(stock, inspect.signature(stock).bind(config=str(path)))

@@ -108,6 +108,14 @@ def test_one_pass_gives_both() -> None:
     assert torch.equal(residual, twin) and torch.equal(squares, gpu.sum_squares(grads))
 
 
+def test_kept_tables_are_those_of_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (32, 128, 32):
+        monkeypatch.setattr(accumulate, "BLOCK", size)
+        residual = torch.zeros(90, device=DEVICE)
+        gpu.accumulate(residual, [torch.ones(90, device=DEVICE)], [0], 1.0)
+        assert torch.equal(residual, torch.ones(90, device=DEVICE))
+
+
 # ---- pack and scatter ------------------------------------------------------------------------------------------------
 
 

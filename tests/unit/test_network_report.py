@@ -68,7 +68,7 @@ def test_close_rivals_are_compared_as_if_the_machine_had_been_as_fast_for_both()
         leveled("mock99", [20, 20, 20], [300, 400, 400]),
         leveled("scape99", [38, 38, 38], [500, 400, 600]),
     ]
-    both = Table(rows)
+    both = Table(rows, cores=2)
     assert both.compute((2, 200.0)) == 400 and both.beside((2, 200.0), "scape99") == 38
     assert both.level_ratio((2, 200.0), "scape99", "mock99") == pytest.approx(438 / 420)
     assert both.level_ms((2, 200.0), "scape99") == 438  # 538 as it ran
@@ -76,7 +76,9 @@ def test_close_rivals_are_compared_as_if_the_machine_had_been_as_fast_for_both()
     (verdict,) = [v for v in verdicts(both) if "the mock" in v.target]
     assert verdict.met and verdict.found == f"{438 / 420:.3f} ({638 / 420:.3f} as it ran)"
     rows.append(leveled("zero2", [3000, 3000, 3000], [400, 400, 400]))  # sends in its backward
-    assert Table(rows).level_ratio((2, 200.0), "zero2", "scape99") is None
+    assert Table(rows, cores=2).level_ratio((2, 200.0), "zero2", "scape99") is None
+    crowded = Table(rows, cores=1)  # who waits and who is slow cannot be told apart
+    assert crowded.level_ratio((2, 200.0), "scape99", "mock99") == crowded.ratio((2, 200.0), "scape99", "mock99")
 
 
 def test_others_are_leveled_by_their_forward() -> None:
