@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,14 +27,37 @@ _FILLED_BY_BOTH = frozenset({
     "scheduler.params.total_num_steps",
 })  # fmt: skip
 _FILLED_BY_TRAINER = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
+FILLABLE = _FILLED_BY_BOTH | _FILLED_BY_TRAINER
+
+
+Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
 
 
 class ScapeConfigError(ValueError):
-    """A configuration that SCAPE refuses. The message names the key, the value and the remedy."""
+    """A configuration that SCAPE refuses. The message names the key, the value and the remedy.
 
-    def __init__(self, key: str, value: Any, problem: str, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {problem}. Remedy: {remedy}.")
+    Args:
+        others: what is wrong beside it, a line each below the first.
+    """
+
+    def __init__(self, key: str, value: Any, problem: str, remedy: str, others: Sequence[Refusal] = ()) -> None:
+        lines = [f"{name} = {was!r}: {why}. Remedy: {cure}." for name, was, why, cure in others]
+        super().__init__("\n".join([f"{key} = {value!r}: {problem}. Remedy: {remedy}.", *lines]))
         self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
+
+
+def refuse_all(refusals: Iterable[Refusal]) -> None:
+    """Say everything that is wrong at once, of each key what comes first.
+
+    Raises:
+        ScapeConfigError: there is a refusal.
+    """
+    found: list[Refusal] = []
+    for refusal in refusals:
+        if refusal[0] not in (key for key, *_ in found):
+            found.append(refusal)
+    if found:
+        raise ScapeConfigError(*found[0], others=found[1:])
 
 
 class AdamSOptions(BaseModel):
@@ -185,22 +209,27 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
     """Validate ``params`` and return the frozen ``model``.
 
     Raises:
-        ScapeConfigError: names the first bad key, its value and the remedy.
+        ScapeConfigError: names every bad key, its value and the remedy.
     """
     try:
         return model(**params)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        if first["type"] == "extra_forbidden":
+        found = list(_refusals_of(error, params, model, where))
+    refuse_all(found)  # outside of the handler: pydantic's own words would come first in a traceback
+
+
+def _refusals_of(
+    error: ValidationError, params: dict[str, Any], model: type[AdamSOptions], where: str
+) -> Iterator[Refusal]:
+    for each in error.errors(include_url=False):
+        name = str(each["loc"][0]) if each["loc"] else ""
+        if each["type"] == "extra_forbidden":
             known = ", ".join(model.model_fields)
-            raise ScapeConfigError(
-                f"{where}.{name}", first["input"], "unknown option", f"remove it; known options are {known}"
-            ) from None
-        words = re.findall(r"\w+", first["msg"])
+            yield f"{where}.{name}", each["input"], "unknown option", f"remove it; known options are {known}"
+            continue
+        words = re.findall(r"\w+", each["msg"])
         named = {option: value for option, value in params.items() if option in words}
         key, value = (f"{where}.{name}", params[name]) if name else (where, named)
         meaning = model.model_fields[name].description if name in model.model_fields else None
         remedy = _remedy(key, value, f"{name}: {meaning}" if meaning else "change one of the two")
-        problem = first["msg"].removeprefix("Value error, ").rstrip(".")
-        raise ScapeConfigError(key, value, problem, remedy) from None
+        yield key, value, each["msg"].removeprefix("Value error, ").rstrip("."), remedy

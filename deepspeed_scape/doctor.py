@@ -24,6 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deepspeed_scape import build_locks
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options
 from deepspeed_scape.initialize import rephrase
@@ -37,6 +38,8 @@ PACKAGES = (
     "deepspeed", "torch", "triton", "numba", "numpy", "pydantic", "mpi4py", "wandb", "transformers", "accelerate",
 )  # fmt: skip
 LAUNCHERS = ("pdsh", "ssh", "mpirun", "srun")
+RANKS = 8  # of the costs, where none are given
+REFUSED = "Refused: "  # begins each line of a refusal, which launch/preflight looks for
 PATIENCE = 30  # seconds for a program that only says its version
 
 
@@ -44,24 +47,32 @@ def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
     args = _parser().parse_args(arguments)
     console = Console(soft_wrap=True, highlight=False)
-    show_pairs(console, "Versions", versions())
-    show_pairs(console, "Usable", usable())
+    if not args.refusals:
+        show_pairs(console, "Versions", versions())
+        show_pairs(console, "Usable", usable())
     if args.deepspeed_config is None:
         return 0
     document = documents.read(args.deepspeed_config)
     if document is None:
         console.print(f"{args.deepspeed_config}: {documents.fault(args.deepspeed_config) or 'no such file'}")
         return 1
+    document, left = documents.without_autos(document)
     refusal = refused(document, args.ranks)
     if refusal is not None:
-        console.print(f"Refused: {refusal}", style="bold red")
+        for line in str(refusal).split("\n"):
+            console.print(f"{REFUSED}{line}", style="bold red", markup=False)
         return 1
+    if args.refusals:
+        return 0
+    if left:
+        told = f'{", ".join(left)}: "auto", which the Hugging Face Trainer or Accelerate fills in, and nobody else'
+        console.print(told, markup=False)
     if (options := scape_options(document)) is None:
         console.print(f"{args.deepspeed_config}: accepted; it does not ask for SCAPE, so DeepSpeed alone decides")
         return 0
     console.print(f"{args.deepspeed_config}: accepted\n")
     show_pairs(console, "SCAPE", [(name, str(value)) for name, value in options.model_dump().items()])
-    show_costs(console, document, options, args.params, args.ranks)
+    show_costs(console, document, options, args.params, args.ranks or RANKS)
     return 0
 
 
@@ -73,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="JSON", help="what would it do?")
     parser.add_argument("--params", type=_number, default=10**9, help="of the model: 1.8e9, 500M (default: 1e9)")
-    parser.add_argument("--ranks", type=_number, default=8, help="data-parallel ranks (default: 8)")
+    text = f"data-parallel ranks (default: {RANKS} for the costs, and no word on train_batch_size)"
+    parser.add_argument("--ranks", type=_number, help=text)
+    parser.add_argument("--refusals", action="store_true", help="say only what is refused")
     return parser
 
 
@@ -101,7 +114,8 @@ def _version(name: str) -> str:
 
 def usable() -> list[tuple[str, str]]:
     """What a run on this machine would use."""
-    return [*_accelerator(), ("kernels", _kernels()), *_optional(), *_launchers()]
+    locks = [("lock", build_locks.complaint(path)) for path in build_locks.left_behind()]
+    return [*_accelerator(), ("kernels", _kernels()), *_optional(), *_launchers(), *locks]
 
 
 def _accelerator() -> Iterator[tuple[str, str]]:
@@ -153,8 +167,11 @@ def _says(command: list[str]) -> str | None:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
 
 
-def refused(document: dict[str, Any], ranks: int) -> ScapeConfigError | None:
-    """Why ``deepspeed.initialize`` would refuse the JSON on so many ranks, as far as that needs no model."""
+def refused(document: dict[str, Any], ranks: int | None) -> ScapeConfigError | None:
+    """Why ``deepspeed.initialize`` would refuse the JSON on so many ranks, as far as that needs no model.
+
+    Without a number of ranks nothing is said about the batch.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     if not documents.is_ours(document):

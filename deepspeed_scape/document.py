@@ -6,11 +6,13 @@ one rank only. What can be known from the document alone is said here.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, cast
 
 import hjson
@@ -18,8 +20,15 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from deepspeed_scape import older
-from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, UNMISTAKABLE, ScapeConfigError, auto_remedy
-from deepspeed_scape.older import Refusal
+from deepspeed_scape.config import (
+    DENSE_NAMES,
+    FILLABLE,
+    OPTIMIZER_NAMES,
+    UNMISTAKABLE,
+    Refusal,
+    auto_remedy,
+    refuse_all,
+)
 
 _OBJECTS = (
     "zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "data_types", "checkpoint", "torch_autocast",
@@ -89,19 +98,22 @@ def _resembles(name: Any) -> bool:
     return written in names or bool(difflib.get_close_matches(written, ["scape"], cutoff=0.8))
 
 
-def check(document: dict[str, Any], world_size: int) -> None:
-    """Refuse the first thing in the document that cannot work.
+def check(document: dict[str, Any], world_size: int | None) -> None:
+    """Refuse everything in the document that cannot work.
+
+    Args:
+        document: what the user wrote, or a trainer has filled in.
+        world_size: data-parallel ranks; None where they are not known, and the batch is not judged.
 
     Raises:
-        ScapeConfigError: names the key, the value and the remedy.
+        ScapeConfigError: names the keys, their values and the remedies.
     """
-    parts = (_bad_names, _bad_auto, _bad_types, older.ignored, older.unchecked, older.unlogged,
-             _bad_numbers, _bad_optimizer, _bad_precision, _bad_scheduler)  # fmt: skip
-    for part in parts:
-        for key, value, problem, remedy in part(document):
-            raise ScapeConfigError(key, value, problem, remedy)
-    for key, value, problem, remedy in _bad_batch(document, world_size):
-        raise ScapeConfigError(key, value, problem, remedy)
+    forms = (_bad_names, _bad_auto, _bad_types)
+    refuse_all(refusal for part in forms for refusal in part(document))
+    values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_optimizer, _bad_precision,
+              _bad_scheduler)  # fmt: skip
+    batch = iter(()) if world_size is None else _bad_batch(document, world_size)
+    refuse_all(chain(*(part(document) for part in values), batch))
 
 
 def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -139,6 +151,22 @@ def _autos(node: Any, where: str = "") -> Iterator[str]:
         yield where
 
 
+def without_autos(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The document as far as it is known before a trainer fills it in, and the keys that are left to one."""
+    left = [key for key in _autos(document) if key in FILLABLE]
+    known = copy.deepcopy(document)
+    for key in left:
+        *sections, name = key.split(".")
+        node = known
+        for section in sections:
+            node = node[section]
+        del node[name]
+    if set(_COUNTS) & set(left):
+        known.pop(_COUNTS[0], None)  # nothing of a batch can be judged from a part of it
+        known.setdefault(_COUNTS[1], 1)
+    return known, left
+
+
 def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
     for name in _OBJECTS:
         if name in document and not isinstance(document[name], dict):
@@ -151,19 +179,19 @@ def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
 def _bad_numbers(document: dict[str, Any]) -> Iterator[Refusal]:
     for name in _COUNTS:
         value = document.get(name)
-        if value is not None and not (_is_int(value) and value > 0):
+        if value is not None and not _is_count(value):
             yield name, value, "must be a whole number above 0", "give one, or remove it and let DeepSpeed derive it"
     clip = document.get("gradient_clipping", 0.0)
     if not (_is_number(clip) and clip >= 0):
         yield "gradient_clipping", clip, "must be a number, 0 or above", "give a norm, or 0 for no clipping"
     every = document.get("steps_per_print")
-    if every not in (None, math.inf) and not (_is_int(every) and every > 0):  # Accelerate writes inf: never
+    if every not in (None, math.inf) and not _is_count(every):  # Accelerate writes inf: never
         yield "steps_per_print", every, "must be a whole number above 0 (rank 0 divides by it)", "give one, or null"
     divide = document.get("gradient_predivide_factor", 1.0)
     if not (_is_number(divide) and divide > 0):
         yield "gradient_predivide_factor", divide, "must be a number above 0", "remove it: SCAPE averages in fp32"
     sequence = document.get("sequence_parallel_size", 1)
-    if not (_is_int(sequence) and sequence > 0):
+    if not _is_count(sequence):
         yield "sequence_parallel_size", sequence, "must be a whole number above 0", "set it to 1"
     tensor = document.get("tensor_parallel", {}).get("autotp_size", 0)
     if not (_is_int(tensor) and tensor >= 0):
@@ -199,7 +227,9 @@ def _bad_precision(document: dict[str, Any]) -> Iterator[Refusal]:
 
 
 def _bad_batch(document: dict[str, Any], world_size: int) -> Iterator[Refusal]:
-    total, micro, steps = (document.get(name) for name in _COUNTS)
+    total, micro, steps = counts = [document.get(name) for name in _COUNTS]
+    if not all(count is None or _is_count(count) for count in counts):
+        return
     if total is None and micro is None:
         yield _COUNTS[1], None, "neither it nor train_batch_size is given", "give one of the two"
         return
@@ -210,9 +240,6 @@ def _bad_batch(document: dict[str, Any], world_size: int) -> Iterator[Refusal]:
     if rest or not each or not exact:
         parts = f"{micro or 'any'} a rank x {steps or 'any'} accumulation steps x {world_size} ranks"
         remedy = "change it, or remove it and let DeepSpeed derive it"
-        if total == (micro or 1) * (steps or 1):
-            remedy = f"make it {total * world_size}; or, if a trainer has filled it in, that takes every rank for the "
-            remedy += "only one: on CPUs give it --use_cpu"
         yield _COUNTS[0], total, f"does not go with {parts}", remedy
 
 
@@ -233,7 +260,9 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
     if not isinstance(params, dict):
         yield "scheduler.params", params, "must be a JSON object", 'write "params": {...}'
         return
-    yield from _bad_arguments(str(name), kind, params)
+    if wrong := list(_bad_arguments(str(name), kind, params)):
+        yield from wrong
+        return
     try:
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3)
         trial = cast(Callable[..., Any], kind)(optimizer, **params)
@@ -245,6 +274,10 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
         return
     if not all(_is_number(rate) and rate >= 0 for rate in rates):
         yield "scheduler.params", params, f"{name} makes a learning rate of {rates[0]}", "give rates of 0 or above"
+    total, warmup = (getattr(trial, key, None) for key in ("total_num_steps", "warmup_num_steps"))
+    if total is not None and warmup is not None and total < warmup:
+        problem = f"the schedule ends before its warm-up of {warmup} steps (warmup_num_steps) does"
+        yield "scheduler.params.total_num_steps", total, problem, "make it more, or warmup_num_steps less"
 
 
 def _bad_arguments(name: str, kind: Any, params: dict[str, Any]) -> Iterator[Refusal]:
@@ -261,6 +294,10 @@ def _bad_arguments(name: str, kind: Any, params: dict[str, Any]) -> Iterator[Ref
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_int(value) and value > 0
 
 
 def _is_number(value: Any) -> bool:

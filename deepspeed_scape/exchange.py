@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import irecv, isend
 
+from deepspeed_scape import process_groups
 from deepspeed_scape.streams import SideStream
 
 PURPOSES = ("scalar", "reduce", "ballots", "params", "mask")
@@ -185,9 +186,9 @@ class Exchange:
 
     def destroy(self) -> None:
         """Give the process groups of its own back. Not for the end of a process, when peers may be gone."""
-        dist.destroy_process_group(self.mask_group)
+        process_groups.destroy(self.mask_group)
         if self.scalar_group is not self.group:
-            dist.destroy_process_group(self.scalar_group)
+            process_groups.destroy(self.scalar_group)
 
     def _ranks(self) -> list[int]:
         return list(dist.get_process_group_ranks(self.group))

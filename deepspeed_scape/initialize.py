@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from deepspeed_scape import document as documents
-from deepspeed_scape.config import ScapeConfigError
+from deepspeed_scape.config import Refusal, ScapeConfigError
 from deepspeed_scape.monitor import tell_wandb
 
 _SECTION_OF = {
@@ -45,6 +46,7 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
         raise ScapeConfigError("DeepSpeed configuration", str(config), problem, "correct that file")
     if document is None or not documents.is_ours(document, given.get("optimizer")):
         return stock(*arguments.args, **arguments.kwargs)
+    _check_accelerate()
     documents.check(document, _world_size(given.get("mpu")))
     try:
         built = stock(*arguments.args, **arguments.kwargs)
@@ -60,21 +62,34 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
 
 
 def _world_size(mpu: Any) -> int:
-    if hasattr(mpu, "get_data_parallel_world_size"):
-        return int(mpu.get_data_parallel_world_size())
+    return int(mpu.get_data_parallel_world_size()) if hasattr(mpu, "get_data_parallel_world_size") else _ranks()
+
+
+def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_accelerate() -> None:
+    """Accelerate, and so the Trainer, may take each of several ranks for the only one: it shares out no data then.
+
+    Raises:
+        ScapeConfigError: it counts other processes than the launcher has started.
+    """
+    accelerate = sys.modules.get("accelerate")
+    if accelerate is None or not accelerate.PartialState._shared_state:  # nobody has asked it yet
+        return
+    counted, started = accelerate.PartialState().num_processes, _ranks()
+    if counted != started:
+        problem = f"{started} ranks have been started, and Accelerate would give each of them the same data"
+        remedy = "on CPUs give the Trainer --use_cpu, or Accelerator cpu=True; else start it by its own launcher"
+        raise ScapeConfigError("accelerate's num_processes", counted, problem, remedy)
 
 
 def rephrase(error: Exception, document: dict[str, Any]) -> ScapeConfigError | None:
     """What DeepSpeed says about its configuration, in our form; None for an error that is not about it."""
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        path = [_SECTION_OF.get(error.title, ""), *map(str, first["loc"])]
-        problem = first["msg"].removeprefix("Value error, ").rstrip(".")
-        if first["type"] == "extra_forbidden":
-            problem = "DeepSpeed knows no such key"
-        key = ".".join(part for part in path if part) or error.title
-        return ScapeConfigError(key, first["input"], problem, "correct it or remove it")
+        first, *others = _refusals_of(error)
+        return ScapeConfigError(*first, others=others)
     files = list(_files_of(error))
     about_config = any(file.endswith(os.path.join("runtime", "config.py")) for file in files)
     if not about_config and not (files and _is_deepspeeds(files[-1])):
@@ -84,6 +99,16 @@ def rephrase(error: Exception, document: dict[str, Any]) -> ScapeConfigError | N
     if not key:
         return ScapeConfigError("configuration", "as given", f"DeepSpeed refuses it: {text}", "change what it names")
     return ScapeConfigError(key, _value(document, key), f"DeepSpeed refuses it: {text}", "correct it or remove it")
+
+
+def _refusals_of(error: ValidationError) -> Iterator[Refusal]:
+    for each in error.errors(include_url=False):
+        path = [_SECTION_OF.get(error.title, ""), *map(str, each["loc"])]
+        problem = each["msg"].removeprefix("Value error, ").rstrip(".")
+        if each["type"] == "extra_forbidden":
+            problem = "DeepSpeed knows no such key"
+        key = ".".join(part for part in path if part) or error.title
+        yield key, each["input"], problem, "correct it or remove it"
 
 
 def _files_of(error: BaseException) -> Iterator[str]:

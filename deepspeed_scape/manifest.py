@@ -128,6 +128,16 @@ def recover(folder: Path) -> None:
         replaced_of(folder).rename(folder)
 
 
+def explain_tagless(latest: Path, universal: bool) -> str | None:
+    """Why a folder without the file ``latest`` cannot be resumed; None where a run that saves there may begin."""
+    folder = latest.parent
+    if (folder / NAME).exists():  # it would begin from nothing, without a word
+        return f"{folder} is one checkpoint. Remedy: give load_checkpoint the folder around it, {folder.parent}"
+    if universal:
+        return f"there is no {latest}. Remedy: name a tag, or convert one with python -m deepspeed_scape.universal"
+    return None
+
+
 def explain_missing(folder: Path) -> str:
     """Why there is no checkpoint ``folder``, and which there are."""
     there = sorted(path.parent.name for path in folder.parent.glob(f"[!.]*/{NAME}"))

@@ -15,7 +15,7 @@ from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.runtime import config as stock
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
+from deepspeed_scape.config import Refusal
 
 _REMEDY = "remove it, or install a later DeepSpeed"
 _DATA_TYPES = ("param_dtype", "buffer_dtype", "keep_in_fp32_modules")

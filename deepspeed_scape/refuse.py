@@ -17,13 +17,13 @@ from deepspeed_scape.config import (
     OPTIMIZER_NAMES,
     UNMISTAKABLE,
     AdamSOptions,
+    Refusal,
     ScapeConfigError,
     ScapeOptions,
     parse_options,
+    refuse_all,
 )
 from deepspeed_scape.optimizer import Scape
-
-_Refusal = tuple[str, Any, str, str]  # key, value, problem, remedy
 
 
 def check_engine(engine: Any) -> None:
@@ -68,17 +68,19 @@ def json_optimizer(engine: Any) -> tuple[str | None, dict[str, Any]]:
 
 
 def check_settings(config: Any) -> None:
-    """Refuse the first setting of the DeepSpeed configuration that does not go with SCAPE.
+    """Refuse every setting of the DeepSpeed configuration that does not go with SCAPE.
 
     Raises:
-        ScapeConfigError: names the key, the value and the remedy.
+        ScapeConfigError: names the keys, their values and the remedies.
     """
-    _raise_first(
-        _refused_zero(config.zero_config),
-        _refused_precision(config),
-        _refused_checkpoints(config),
-        _refused_features(config),
-        _refused_leftovers(config),
+    refuse_all(
+        chain(
+            _refused_zero(config.zero_config),
+            _refused_precision(config),
+            _refused_checkpoints(config),
+            _refused_features(config),
+            _refused_leftovers(config),
+        )
     )
 
 
@@ -88,19 +90,14 @@ def check_model(engine: Any) -> None:
     Raises:
         ScapeConfigError: names what it is, and the remedy.
     """
-    _raise_first(_refused_parallelism(engine))
-
-
-def _raise_first(*refusals: Iterator[_Refusal]) -> None:
-    for key, value, problem, remedy in chain(*refusals):
-        raise ScapeConfigError(key, value, problem, remedy)
+    refuse_all(_refused_parallelism(engine))
 
 
 def _name_of(optimizer: Any) -> str:
     return optimizer.__name__ if hasattr(optimizer, "__name__") else type(optimizer).__name__
 
 
-def _refused_zero(zero: Any) -> Iterator[_Refusal]:
+def _refused_zero(zero: Any) -> Iterator[Refusal]:
     key = "zero_optimization"
     stage = int(zero.stage)
     if stage not in (1, 2):
@@ -119,7 +116,7 @@ def _refused_zero(zero: Any) -> Iterator[_Refusal]:
         yield f"{key}.elastic_checkpoint", True, "residuals are not stored elastically", "set it to false"
 
 
-def _refused_precision(config: Any) -> Iterator[_Refusal]:
+def _refused_precision(config: Any) -> Iterator[Refusal]:
     for section in ("fp16", "bf16", "bfloat16"):  # read as written: an older DeepSpeed has no attribute for them
         part = config._param_dict.get(section) or {}
         for option in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
@@ -143,7 +140,7 @@ def _refused_precision(config: Any) -> Iterator[_Refusal]:
         yield "sparse_gradients", True, "sparse embedding gradients are not supported", "set it to false"
 
 
-def _refused_checkpoints(config: Any) -> Iterator[_Refusal]:
+def _refused_checkpoints(config: Any) -> Iterator[Refusal]:
     """Engines whose files are not whole, or cannot be read back, when save_checkpoint returns."""
     problem = "SCAPE seals a checkpoint when save_checkpoint returns, with DeepSpeed's plain writer only"
     written = config._param_dict.get("checkpoint") or {}
@@ -155,7 +152,7 @@ def _refused_checkpoints(config: Any) -> Iterator[_Refusal]:
             yield section, part, problem, "remove it"
 
 
-def _refused_features(config: Any) -> Iterator[_Refusal]:
+def _refused_features(config: Any) -> Iterator[Refusal]:
     sequence_parallel = config._param_dict.get("sequence_parallel_size", 1)
     if sequence_parallel != 1:
         yield "sequence_parallel_size", sequence_parallel, "only data parallelism is supported", "set it to 1"
@@ -168,7 +165,7 @@ def _refused_features(config: Any) -> Iterator[_Refusal]:
         yield "expert_parallel.enabled", True, "experts are not replicated on all ranks", "set it to false"
 
 
-def _refused_leftovers(config: Any) -> Iterator[_Refusal]:
+def _refused_leftovers(config: Any) -> Iterator[Refusal]:
     """Features that DeepSpeed has removed since (#8489): some write replicas, or leave them apart, behind our back."""
     problem = "DeepSpeed has removed it since, and SCAPE does without"
     for section in ("amp", "progressive_layer_drop", "quantize_training", "eigenvalue"):
@@ -179,7 +176,7 @@ def _refused_leftovers(config: Any) -> Iterator[_Refusal]:
         yield "compression_training", config._param_dict["compression_training"], problem, "remove it"
 
 
-def _refused_parallelism(engine: Any) -> Iterator[_Refusal]:
+def _refused_parallelism(engine: Any) -> Iterator[Refusal]:
     model = type(engine.module).__name__
     if engine.has_moe_layers or any(getattr(param, "allreduce", True) is False for param in engine.module.parameters()):
         yield "model", model, "experts are not replicated on all ranks", "use a dense model"

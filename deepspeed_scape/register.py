@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
 
-from deepspeed_scape import saving
+from deepspeed_scape import build_locks, saving
 from deepspeed_scape.adams import AdamS
 from deepspeed_scape.backward import divide_at_parameters
 from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigError
@@ -84,6 +85,9 @@ def register() -> None:
         ImportError: this DeepSpeed lacks a name that we override.
     """
     check_internals()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for path in build_locks.left_behind():
+            logger.warning(f"SCAPE: {build_locks.complaint(path)}")
     for name in OPTIMIZER_NAMES:
         setattr(torch.optim, name, Scape)
     for name in DENSE_NAMES:

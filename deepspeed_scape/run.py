@@ -28,7 +28,10 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    """Run the script as ``__main__``, with its own folder first on the path, as python itself would."""
+    """Run the script as ``__main__``, with its own folder first on the path, as python itself would.
+
+    A configuration that is refused is told without the way through DeepSpeed's code, which every rank would print.
+    """
     deepspeed_scape.register()
     if sys.argv[1:2] == ["--doctor"]:
         from deepspeed_scape import doctor
@@ -37,7 +40,12 @@ def main() -> None:
     script, arguments = split_arguments(sys.argv[1:])
     sys.argv = [script, *arguments]
     sys.path[0] = str(_folder(script))
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except deepspeed_scape.ScapeConfigError as error:
+        if error.__cause__ is not None:  # an error of DeepSpeed's, of which we may have made the wrong sense
+            raise
+        sys.exit(f"ScapeConfigError: {error}")
 
 
 def _folder(script: str) -> str:

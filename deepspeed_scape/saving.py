@@ -199,12 +199,13 @@ def _choose(engine: Any, load_dir: str, tag: Any, weights_only: bool) -> str | N
     wanted = gather(_wanted_tag(tag, latest), group)
     if len(set(wanted)) > 1:
         raise ScapeCheckpointError(f"the ranks would load different tags: {wanted}. Remedy: give all the same tag")
-    if wanted[0] is None and not universal:
+    if wanted[0] is None:
+        with all_or_none(group):
+            if problem := manifest.explain_tagless(latest, universal):
+                raise ScapeCheckpointError(problem)
         return None
+    folder = Path(load_dir, wanted[0])
     with all_or_none(group):
-        if wanted[0] is None:
-            raise ScapeCheckpointError(f"there is no {latest}. Remedy: name a tag, or convert a checkpoint")
-        folder = Path(load_dir, wanted[0])
         if _is_writer(engine):
             manifest.recover(folder)
     with all_or_none(group):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_scape import process_groups
 from launch.ports import free_port
 
 STEPS = 30
@@ -84,7 +85,7 @@ def run_rank() -> None:
         sys.exit(f"the loss does not fall: {losses[0]} to {losses[-1]}")
     print(f"rank {rank}: loss {losses[0]:.4f} to {losses[-1]:.4f} in {STEPS} steps")
     print(f"rank {rank}: neither overlap nor a residual in host memory changes a bit")
-    torch.distributed.destroy_process_group()
+    process_groups.destroy()
 
 
 def main() -> None:

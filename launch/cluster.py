@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_scape import process_groups
 from launch.ports import free_port
 
 # what a launcher that is not torch's or DeepSpeed's calls the number of ranks it has started, and of those on this node
@@ -84,7 +85,7 @@ def once_per_node(build: Callable[[], str], local_rank: int) -> str:
     waiting_room = dist.new_group(backend="gloo", timeout=BUILD_TIMEOUT)
     results: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(results, result, group=waiting_room)
-    dist.destroy_process_group(waiting_room)
+    process_groups.destroy(waiting_room)
     errors = [error for _, error in results if error is not None]
     if errors:
         raise ValueError(errors[0])

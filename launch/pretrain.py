@@ -19,6 +19,7 @@ sys.path[:] = [str(_HERE.parent)] + [p for p in sys.path if Path(p or ".").resol
 import torch.distributed as dist  # noqa: E402
 
 import deepspeed_scape  # noqa: E402, F401  (registers SCAPE and AdamS with DeepSpeed)
+from deepspeed_scape import process_groups  # noqa: E402
 from deepspeed_scape.manifest import ScapeCheckpointError  # noqa: E402
 from deepspeed_scape.wire import WireMeter  # noqa: E402
 from launch.batches import BatchOrder, count_windows, eval_windows  # noqa: E402
@@ -144,7 +145,7 @@ def main() -> None:
     except (ValueError, ScapeCheckpointError) as error:
         sys.exit(f"pretrain.py: error: {error}")
     dist.barrier()
-    dist.destroy_process_group()
+    process_groups.destroy()
     if not finite:
         sys.exit("pretrain.py: the loss is no longer a number; try a lower --lr or --lr-warmup")
 

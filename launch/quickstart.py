@@ -110,7 +110,7 @@ def remark(steps: int) -> str:
     if late:
         longest = max(round(need / m.density) for m in METHODS if m.name in late)
         text += f" So {' and '.join(late)} must be behind here: QUICKSTART_STEPS={longest} gives it its chance."
-    return text
+    return f"{text} AdamS and SCAPE run at a quarter of AdamW's lr, where to begin with them (docs/tuning.md)."
 
 
 def write_results(rows: list[dict[str, Any]], steps: int) -> None:

@@ -55,9 +55,11 @@ def leave() -> None:
     """Close the process groups before the interpreter goes."""
     import torch.distributed as dist
 
+    from deepspeed_scape import process_groups
+
     # after an error the other ranks may wait in a collective, and so would we
     if dist.is_initialized() and not hasattr(sys, "last_type"):
-        dist.destroy_process_group()
+        process_groups.destroy()
 
 
 def args() -> list[str]:

@@ -25,6 +25,7 @@ from deepspeed_scape.plan.report import answer, plot, show
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed_scape.plan",
+        usage="%(prog)s --params N --nodes N --bandwidth B --compute-ms T [options]; --help lists them",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Workload
-from deepspeed_scape.plan.units import bandwidth, count, seconds
+from deepspeed_scape.plan.units import bandwidth, count, milliseconds, seconds
 
 MAX_RANKS = 4096
 
@@ -20,6 +20,7 @@ def _read(parse: Any) -> BeforeValidator:
 
 Bandwidth = Annotated[float, _read(bandwidth), Field(gt=0)]
 Seconds = Annotated[float, _read(seconds), Field(ge=0)]
+Milliseconds = Annotated[float, _read(milliseconds)]
 
 
 class PlanOptions(BaseModel):
@@ -40,8 +41,8 @@ class PlanOptions(BaseModel):
     algorithm: Literal["best", "ring", "tree", "direct"] = Field(
         default="best", description="of the collectives; direct: what this package does on gloo"
     )
-    compute_ms: float = Field(
-        gt=0, description="forward and backward of one step, all micro-steps, without the optimizer, ms"
+    compute_ms: Milliseconds = Field(
+        gt=0, description="forward and backward of one step, all micro-steps, without the optimizer: 223, 0.2s"
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(default="bf16", description="of the model")
     value_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="SCAPE's option of that name")
@@ -54,8 +55,12 @@ class PlanOptions(BaseModel):
         default=[0.9, 0.99], min_length=1, description="one row each"
     )
     memory_bandwidth: Bandwidth = Field(default=2e12, description="of a rank, for the local work: 2TB/s")
-    dense_local_ms: float | None = Field(default=None, ge=0, description="clipping and AdamW, ms; default: from memory")
-    scape_local_ms: float | None = Field(default=None, ge=0, description="SCAPE's local work, ms; default: from memory")
+    dense_local_ms: Milliseconds | None = Field(
+        default=None, ge=0, description="clipping and AdamW, ms; default: from memory"
+    )
+    scape_local_ms: Milliseconds | None = Field(
+        default=None, ge=0, description="SCAPE's local work, ms; default: from memory"
+    )
     dense_overlap: float = Field(
         default=1.0, ge=0, le=1, description="share of the backward under which a dense reduction hides (overlap_comm)"
     )
@@ -117,21 +122,24 @@ def checked(given: dict[str, Any]) -> PlanOptions:
     """The options from what was given; None counts as not given.
 
     Raises:
-        ValueError: names the flag, its value and what it means.
+        ValueError: names every flag that is wrong, its value and what it means.
     """
     try:
         options = PlanOptions(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        flag, meaning = f"--{name.replace('_', '-')}", PlanOptions.model_fields[name].description
-        if first["type"] == "missing":
-            raise ValueError(f"{flag} is missing: {meaning}") from None
-        problem = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{flag} {first['input']}: {problem} ({meaning})") from None
+        raise ValueError("\n".join(_complaint(each, given) for each in error.errors(include_url=False))) from None
     if options.nodes * options.gpus_per_node > MAX_RANKS:
         raise ValueError(
             f"--nodes {options.nodes} x --gpus-per-node {options.gpus_per_node}: more than {MAX_RANKS} ranks, which "
             "is as far as the model is meant to go; take fewer"
         )
     return options
+
+
+def _complaint(error: Any, given: dict[str, Any]) -> str:
+    name = str(error["loc"][0])
+    flag, meaning = f"--{name.replace('_', '-')}", PlanOptions.model_fields[name].description
+    if error["type"] == "missing":
+        return f"{flag} is missing: {meaning}"
+    value = given[name] if isinstance(given[name], str) else error["input"]  # as written, or the one of several
+    return f"{flag} {value}: {error['msg'].removeprefix('Value error, ')} ({meaning})"

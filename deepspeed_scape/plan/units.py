@@ -50,6 +50,15 @@ def seconds(text: str) -> float:
     return _parse(text, _SECONDS, "a time", "5us, 0.3ms or 1s")
 
 
+def milliseconds(text: str) -> float:
+    """Milliseconds of ``223``, ``223ms`` or ``0.2s``.
+
+    Raises:
+        ValueError: no number or no such unit.
+    """
+    return _parse(text, _SECONDS | {"": 1e-3}, "a time", "223, 223ms or 0.2s") * 1e3
+
+
 def count(text: str) -> int:
     """A whole number: ``1.8e9``, ``1.8B``, ``500M``.
 

@@ -37,6 +37,14 @@ def check_nccl_interface(files: Mapping[str, str], findings: Findings) -> None:
         findings.refuse(f"{NCCL} {value}", f"fits none of {', '.join(known)}", "name one, or leave it to the launch")
 
 
+def check_asked_interface(name: str | None, findings: Findings) -> None:
+    """As far as it goes while the nodes are not known: this machine need not be one of them."""
+    known = interfaces()
+    for part in (name or "").split(","):
+        if part and part not in known:
+            findings.tell("note", f"--interface {part}: this machine has no such interface, only {', '.join(known)}")
+
+
 def rank_variables(files: Mapping[str, str], interface: str | None, nodes: int) -> dict[str, str]:
     """What the launch itself exports: the files' variables, and the interface for libraries that have none yet.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ PRETRAIN = ROOT / "launch" / "pretrain.py"
 CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 SWITCH = "deepspeed_scape.run"
+REFUSED = "Refused: "  # deepspeed_scape/doctor.py, whose import takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,40 @@ def check_job(job: Job, findings: Findings) -> None:
         findings.refuse(f"--module {SWITCH}", "no script follows it", f"--module {SWITCH} train.py ...")
     if script is not None and not Path(script).is_file():
         findings.refuse(f"script {script}", "there is no such file here", "give its path as seen from this folder")
-    for path in _configs(job.arguments):
+    for path in configs(job.arguments):
         _check_config(path, findings)
+
+
+def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
+    """Ask the package itself, in a process of its own, what it would refuse; it takes the seconds of its imports.
+
+    Args:
+        ranks: None before Slurm has given any, and the batch is not judged.
+    """
+    for path in configs(job.arguments):
+        if not _asks_for_an_optimizer(path) or path.resolve().parent == ROOT / "ds_configs":  # those are tested
+            continue
+        command = [sys.executable, "-m", SWITCH, "--doctor", "--refusals", "--deepspeed_config", str(path)]
+        command += [] if ranks is None else ["--ranks", str(ranks)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            findings.tell("note", f"what {path} says was not judged: {error}")
+            continue
+        refused = [line.removeprefix(REFUSED) for line in done.stdout.split("\n") if line.startswith(REFUSED)]
+        for line in refused:
+            findings.wrong.append(f"{path}: {line}")
+        if done.returncode and not refused:
+            said = (done.stderr.strip() or done.stdout.strip() or "nothing").split("\n")[-1]
+            findings.tell("note", f"what {path} says was not judged: {said}")
+
+
+def _asks_for_an_optimizer(path: Path) -> bool:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):  # refused already
+        return False
+    return isinstance(config, dict) and "optimizer" in config
 
 
 def _importable(module: str) -> bool:
@@ -104,7 +138,7 @@ def _importable(module: str) -> bool:
         sys.path[:] = before
 
 
-def _configs(arguments: Sequence[str]) -> list[Path]:
+def configs(arguments: Sequence[str]) -> list[Path]:
     """The files that arguments name as DeepSpeed configurations."""
     found = []
     for at, word in enumerate(arguments):

@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.preflight.addresses import carrier
 from launch.preflight.envfile import read_env
 from launch.preflight.environment import (
+    check_asked_interface,
     check_nccl_interface,
     check_pdsh_environment,
     heeded,
@@ -20,7 +21,7 @@ from launch.preflight.environment import (
 )
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host, find_hostfile, locate, read_hostfile
-from launch.preflight.job import Job, check_job, count_gpus, make_job, visible_gpus
+from launch.preflight.job import Job, check_job, count_gpus, judge_configs, make_job, visible_gpus
 from launch.preflight.options import BY_SSH
 from launch.preflight.programs import find_deepspeed, find_mpirun, need
 from launch.preflight.remote import Question, check_nodes
@@ -38,13 +39,16 @@ def make_plan(launcher: str, options: argparse.Namespace, findings: Findings) ->
     job = make_job(options.module, options.job)
     check_job(job, findings)
     if launcher == "slurm" and not inside_job():
+        judge_configs(job, None, findings)
         _submit(options, settings, findings)
         return settings
     files = read_env(findings)
     check_nccl_interface(files, findings)
     hosts, hostfile = _hosts(launcher, options, settings, findings)
     _programs(launcher, job, settings, findings)
+    judge_configs(job, sum(host.slots for host in hosts) or None, findings)
     if not hosts:
+        check_asked_interface(getattr(options, "interface", None), findings)
         return settings
     meeting = _meet(launcher, options, hosts, files, findings)
     _tell(hosts, meeting, findings)

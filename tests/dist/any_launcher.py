@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import socket
+import time
 
 import deepspeed
 import torch
@@ -34,4 +35,5 @@ result |= {"losses": losses, "host": socket.gethostname()}
 with open(f"{arguments.out}.{engine.global_rank}.json", "w") as file:
     json.dump(result, file)
 torch.distributed.barrier()
+time.sleep(0.2)  # deepspeed_scape/process_groups.py tells why, of which this script does not know
 torch.distributed.destroy_process_group()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import host_residual
+from deepspeed_scape import host_residual, process_groups
 from deepspeed_scape.kernels import naive, ops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import Moments, pending_moment, select_top
@@ -39,7 +39,7 @@ SIZES = [[300_000, 77_777, 16], [129]]
 def world_of_one() -> Iterator[None]:
     bare.join_world_of_one(CUDA)
     yield
-    torch.distributed.destroy_process_group()
+    process_groups.destroy()
 
 
 def test_a_gpu_takes_the_triton_kernels() -> None:
@@ -119,7 +119,7 @@ def test_the_same_model_as_on_a_cpu(options: dict[str, Any]) -> None:
     states = []
     for device in (CUDA, torch.device("cpu")):
         if device.type == "cpu":
-            torch.distributed.destroy_process_group()
+            process_groups.destroy()
             bare.join_world_of_one(device)
         optimizer = bare.build(SIZES, device, torch.float32, **options)
         optimizer.clip_grad = 0.0

@@ -114,3 +114,12 @@ def test_any_params_are_parsed_or_refused_by_our_error(params: dict) -> None:
             parse_options(params, model)
         except ScapeConfigError as error:
             assert "Remedy: " in str(error)
+
+
+def test_every_bad_option_is_told() -> None:
+    params = {"sparsity": 2.0, "betas": [1, "x"], "sparcity": 0.9, "lr": -1.0}
+    with pytest.raises(ScapeConfigError) as error:
+        parse_options(params, ScapeOptions)
+    keys = [line.split(" = ")[0].rpartition(".")[2] for line in str(error.value).split("\n")]
+    assert sorted(keys) == sorted(params)
+    assert error.value.__suppress_context__ or error.value.__context__ is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import checkpoint
+from deepspeed_scape import checkpoint, process_groups
 from deepspeed_scape.diagnostics import VISIT_BINS, count_visits
 from tests import bare
 
@@ -27,7 +27,7 @@ CASES = {
 def world_of_one() -> Iterator[None]:
     bare.join_world_of_one(CPU)
     yield
-    torch.distributed.destroy_process_group()
+    process_groups.destroy()
 
 
 def run(steps: int, every: int, options: dict[str, Any], broken: int = 0) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_scape import doctor, run
-from deepspeed_scape.config import ScapeOptions
+from deepspeed_scape import build_locks, doctor, run
+from deepspeed_scape.config import ScapeConfigError, ScapeOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,6 +108,17 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     config.write_text(json.dumps(document(zero_optimization={"stage": 0})))
     status, said = ask("--deepspeed_config", str(config))
     assert status == 1 and "zero_optimization.stage = 0" in said and "Remedy" in said
+    config.write_text(json.dumps(document(zero_optimization={"stage": 0}, gradient_cliping=1, fp16=1)))
+    status, said = ask("--deepspeed_config", str(config), "--refusals")
+    assert status == 1 and [line.split(" = ")[0] for line in said.splitlines()] == [
+        f"{doctor.REFUSED}gradient_cliping", f"{doctor.REFUSED}fp16"
+    ]  # fmt: skip
+    config.write_text(json.dumps(document(train_batch_size=12)))
+    assert ask("--deepspeed_config", str(config), "--refusals") == (0, "")  # nobody has said how many ranks
+    assert ask("--deepspeed_config", str(config), "--refusals", "--ranks", "8")[0] == 1
+    config.write_text((ROOT / "launch" / "examples" / "scape_auto.json").read_text())
+    status, said = ask("--deepspeed_config", str(config))
+    assert status == 0 and "optimizer.params.lr" in said and "the Hugging Face Trainer or Accelerate fills in" in said
     config.write_text(json.dumps(document(optimizer={"type": "AdamW", "params": {"lr": 1e-3}})))
     status, said = ask("--deepspeed_config", str(config))
     assert status == 0 and "does not ask for SCAPE" in said
@@ -113,3 +126,34 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ask()[0] == 0
     assert ask("--params", "many")[0] == 2
     assert not torch.distributed.is_initialized()
+
+
+def test_a_refused_configuration_is_told_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    raising = "from deepspeed_scape import ScapeConfigError\nraise ScapeConfigError('a.b', 1, 'no', 'yes')"
+    script.write_text(raising)
+    monkeypatch.setattr(sys, "argv", ["run", str(script)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as end:
+        run.main()
+    assert end.value.code == "ScapeConfigError: a.b = 1: no. Remedy: yes."
+    script.write_text(f"{raising} from ValueError('of DeepSpeed')")
+    monkeypatch.setattr(sys, "argv", ["run", str(script)])
+    with pytest.raises(ScapeConfigError):
+        run.main()
+
+
+@pytest.mark.parametrize("inside", ["shm_comm", "py311_cpu/shm_comm"])
+def test_a_lock_that_a_killed_build_left_is_told(inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / inside / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert build_locks.left_behind() == []  # a build may be running
+    old = time.time() - 2 * build_locks.STALE
+    os.utime(lock, (old, old))
+    assert build_locks.left_behind() == [lock]
+    assert dict(doctor.usable())["lock"].endswith(f"Remedy: rm {lock}")
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent))
+    assert build_locks.left_behind() == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "zero batch": ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu = 0: must be a whole number"),
     "text batch": ({"train_batch_size": "8"}, "train_batch_size = '8'"),
     "no batch": ({"train_micro_batch_size_per_gpu": None}, "neither it nor train_batch_size is given"),
-    "one rank's batch": ({"train_batch_size": 4}, "that takes every rank for the only one: on CPUs give it --use_cpu"),
+    "one rank's batch": ({"train_batch_size": 4}, "train_batch_size = 4: does not go with 4 a rank"),
     "batch mismatch": ({"train_batch_size": 7}, "train_batch_size = 7: does not go with 4 a rank"),
     "all three": ({"train_batch_size": 16, "gradient_accumulation_steps": 3}, "train_batch_size = 16: does not go"),
     "a multiple": ({"train_batch_size": 16, "gradient_accumulation_steps": 1}, "train_batch_size = 16: does not go"),
@@ -48,6 +50,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "scheduler name": ({"scheduler": {"type": "WarmupLR", "params": {"steps": 1}}}, "scheduler.params.steps = 1"),
     "scheduler lacks": ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},
                         "scheduler.params.total_num_steps = None: WarmupDecayLR needs it"),
+    "scheduler end": ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50}}},
+                      "scheduler.params.total_num_steps = 50: the schedule ends before its warm-up of 1000 steps"),
+    "cosine end": ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 6}}},
+                   "scheduler.params.total_num_steps = 5: the schedule ends before its warm-up of 6 steps"),
     "scheduler value": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "x"}}}, "scheduler.params"),
     "optimizer": ({"optimizer": "SCAPE"}, "optimizer = 'SCAPE': must be a JSON object"),
     "spelling": ({"optimizer": {"type": "ADAMS"}}, "optimizer.type = 'ADAMS': no optimizer of that name"),
@@ -73,6 +79,69 @@ def test_bad_documents_are_refused_by_key(name: str) -> None:
     with pytest.raises(ScapeConfigError) as error:
         document.check({**GOOD, **change}, 2)
     assert said in str(error.value) and "Remedy: " in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once_each_key_once() -> None:
+    change = {"gradient_clipping": -1, "train_batch_size": 7, "sequence_parallel_size": 0, "fp16": {"enabled": "auto"}}
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, **change}, 2)
+    assert str(error.value).count("\n") == 0 and error.value.key == "fp16.enabled"  # whose form comes before values
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, **change, "fp16": {}}, 2)
+    told = [line.split(" = ")[0] for line in str(error.value).split("\n")]
+    assert told == ["gradient_clipping", "sequence_parallel_size", "train_batch_size"]
+    assert str(error.value).count("Remedy: ") == 3
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, "fp16": "auto"}, 2)
+    assert str(error.value).count("Remedy: ") == 1
+
+
+def test_a_batch_is_not_judged_without_a_number_of_ranks() -> None:
+    document.check({**GOOD, "train_batch_size": 7}, None)
+    with pytest.raises(ScapeConfigError):
+        document.check({**GOOD, "train_batch_size": 0}, None)
+
+
+def test_what_a_trainer_will_fill_in_is_left_to_it() -> None:
+    auto = json.loads(Path("launch/examples/scape_auto.json").read_text())
+    known, left = document.without_autos(auto)
+    assert "optimizer.params.lr" in left and "auto" not in json.dumps(known)
+    document.check(known, 2)
+    other = {
+        **GOOD,
+        "zero_optimization": {"stage": "auto"},
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": "auto",
+    }
+    known, left = document.without_autos(other)
+    assert left == ["gradient_accumulation_steps"] and known == {**GOOD, "zero_optimization": {"stage": "auto"}}
+    assert other["gradient_accumulation_steps"] == "auto"
+
+
+class _Counted:
+    """Accelerate as it is after somebody has asked it."""
+
+    def __init__(self, processes: int) -> None:
+        self._shared_state, self.num_processes = {"num_processes": processes}, processes
+
+    def __call__(self) -> _Counted:
+        return self
+
+
+@pytest.mark.parametrize(("counted", "started"), [(1, 2), (2, 2), (None, 2), (1, 1)])
+def test_an_accelerate_that_counts_other_ranks_is_refused(
+    counted: int | None, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerate = types.SimpleNamespace(PartialState=_Counted(counted or 0))
+    if counted is None:
+        accelerate.PartialState._shared_state = {}
+    monkeypatch.setitem(sys.modules, "accelerate", accelerate)
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    if counted in (None, started):
+        initialize._check_accelerate()
+        return
+    with pytest.raises(ScapeConfigError, match=r"num_processes = 1: 2 ranks .* Remedy: on CPUs .* --use_cpu"):
+        initialize.guarded(lambda config: None, inspect.signature(lambda config: None).bind(config=GOOD))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +170,7 @@ def test_shipped_documents_pass(path: Path) -> None:
      {"steps_per_print": None}, {"steps_per_print": math.inf}, {"gradient_clipping": 0},
      {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}},
      {"wandb": {"enabled": False, "group": "auto"}},
+     {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 50}}},
      {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}}}],
     ids=str,
 )  # fmt: skip

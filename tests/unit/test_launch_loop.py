@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed_scape import process_groups
 from launch.batches import BatchOrder, count_windows, eval_windows
 from launch.cluster import mean_over_ranks, once_per_node
 from launch.engine import check_same_run
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def group_of_one() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    process_groups.destroy()
 
 
 class Bigram(nn.Module):

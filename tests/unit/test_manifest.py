@@ -120,6 +120,16 @@ def test_why_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert "was not finished" in manifest.explain_missing(tmp_path / "two")
 
 
+def test_the_folder_of_one_tag_is_not_taken_for_a_run_that_begins(tmp_path: Path) -> None:
+    make(tmp_path / "one")
+    for name, wanted in (("latest", False), ("latest_universal", True)):
+        said = manifest.explain_tagless(tmp_path / "one" / name, wanted)
+        assert said is not None and said.endswith(f"one is one checkpoint. Remedy: give load_checkpoint the folder "
+                                                  f"around it, {tmp_path}")  # fmt: skip
+    assert manifest.explain_tagless(tmp_path / "latest", False) is None
+    assert "there is no" in str(manifest.explain_tagless(tmp_path / "latest_universal", True))
+
+
 def test_a_folder_of_all_tags_is_told_from_the_folder_of_one(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step60\n")
     with pytest.raises(ScapeCheckpointError, match="is a folder of checkpoints. .* the latest is .*step60$"):

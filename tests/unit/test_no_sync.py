@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_scape import ballots, encoding, group, host_residual, mask, residual
+from deepspeed_scape import ballots, encoding, group, host_residual, mask, process_groups, residual
 from deepspeed_scape.kernels import loops, ops_for
 from deepspeed_scape.layout import GroupLayout
 from tests import bare, interpreter
@@ -23,7 +23,7 @@ MODULES = (encoding, group, mask, residual)
 def world_of_one() -> Iterator[None]:
     bare.join_world_of_one(CPU)
     yield
-    torch.distributed.destroy_process_group()
+    process_groups.destroy()
 
 
 @pytest.fixture

@@ -66,7 +66,13 @@ def test_shown_units() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--params is missing"),
+        ([], "--params is missing: parameters of the model: 1.8e9, 500M --nodes is missing"),
+        (
+            ["--compute-ms", "5 parsec"],
+            "--compute-ms 5 parsec: '5 parsec' is not a time: write it as 223, 223ms or 0.2s",
+        ),
+        (["--nodes", "0", "--dtype", "int8"], "--dtype int8:"),
+        (["--nodes", "0", "--dtype", "int8"], "--nodes 0:"),
         (["--bandwidth", "200"], "--bandwidth 200: '200' is not a bandwidth"),
         (["--latency", "5"], "--latency 5: '5' is not a time"),
         (["--nodes", "0"], "--nodes 0:"),
@@ -87,7 +93,15 @@ def test_errors_name_the_flag_and_the_value(
     with pytest.raises(SystemExit) as caught:
         main([*BASE, *arguments] if arguments else [])
     assert caught.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    told = capsys.readouterr().err
+    assert said in " ".join(told.split()) and told.count("\n") < 8  # not the list of all options
+
+
+@pytest.mark.parametrize("text", ["900", "900ms", "0.9s", "900 ms", "900000us"])
+def test_milliseconds_may_carry_a_unit(text: str) -> None:
+    assert checked(
+        {"params": "1e9", "nodes": "2", "bandwidth": "1Gbit", "compute_ms": text}
+    ).compute_ms == pytest.approx(900)
 
 
 def test_json_has_every_row_and_the_break_even(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_scape import doctor
 from launch.preflight import job as job_module
 from launch.preflight import remote
+from launch.preflight.environment import check_asked_interface
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host
-from launch.preflight.job import ROOT, check_job, count_gpus, make_job
+from launch.preflight.job import REFUSED, ROOT, check_job, count_gpus, judge_configs, make_job
 from launch.preflight.programs import find_deepspeed, find_mpirun, need
 from launch.preflight.remote import Question, check_nodes
 from launch.preflight.rendezvous import Rendezvous
@@ -110,6 +113,55 @@ def test_bad_jobs(module: str | None, words: list[str], says: str, monkeypatch: 
     findings = Findings()
     check_job(make_job(module, words), findings)
     assert any(line.startswith(says) for line in findings.wrong), findings.wrong
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_the_package_refuses_is_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    bad = {"optimizer": {"type": "SCAPE"}, "train_batch_size": 3, "gradient_clipping": -1}
+    Path("bad.json").write_text(json.dumps(bad))
+    auto = {"optimizer": {"type": "SCAPE"}, "zero_optimization": {"stage": 2}}
+    Path("other.json").write_text(json.dumps(auto | {"train_micro_batch_size_per_gpu": "auto"}))
+    job = make_job(None, ["train.py", "--deepspeed", "bad.json", "--deepspeed_config=other.json"])
+    findings = Findings()
+    judge_configs(job, 2, findings)
+    assert [line.split(" = ")[0] for line in findings.wrong] == [
+        "bad.json: gradient_clipping",
+        "bad.json: train_batch_size",
+    ]
+    assert findings.told == []
+    findings = Findings()
+    judge_configs(job, None, findings)
+    assert [line.split(" = ")[0] for line in findings.wrong] == ["bad.json: gradient_clipping"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_json_that_cannot_be_judged_is_told_and_others_cost_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: list[str], **given: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nNo module named deepspeed_scape")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    Path("mine.json").write_text('{"optimizer": {"type": "SCAPE"}}')
+    findings = Findings()
+    judge_configs(make_job(None, ["train.py", "--deepspeed", "mine.json"]), 2, findings)
+    assert findings.told == [("note", "what mine.json says was not judged: No module named deepspeed_scape")]
+    for words in (["train.py", "--deepspeed", "ok.json"], ["train.py", "--deepspeed", "broken.json"], []):
+        findings = Findings()
+        judge_configs(make_job(None, words), 2, findings)
+        assert findings.told == [] and findings.wrong == []
+
+
+def test_the_package_begins_a_refusal_as_the_preflight_expects() -> None:
+    assert REFUSED == doctor.REFUSED
+
+
+def test_an_interface_is_looked_at_though_no_node_is_known() -> None:
+    findings = Findings()
+    check_asked_interface("lo", findings)
+    check_asked_interface(None, findings)
+    assert findings.told == []
+    check_asked_interface("lo,eth99", findings)
+    assert findings.told[0][1].startswith("--interface eth99: this machine has no such interface, only ")
 
 
 def test_programs_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

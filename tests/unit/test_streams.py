@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_scape import process_groups
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.streams import SideStream
 from tests import bare
@@ -67,7 +68,7 @@ def test_gather_and_decoding_run_beside_compute(events: list[str]) -> None:
     assert events == ["side waits for compute", "own crosses to side", "decoded on side"]
     assert exchange.mask_in_flight and exchange.wait_mask() is masks
     assert events[3:] == ["compute waits for side", "masks crosses to compute"]
-    torch.distributed.destroy_process_group()
+    process_groups.destroy()
 
 
 def test_without_overlap_or_streams_everything_is_in_place(events: list[str]) -> None:
