@@ -85,7 +85,7 @@ def register() -> None:
         ImportError: this DeepSpeed lacks a name that we override.
     """
     check_internals()
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not hasattr(torch.optim, OPTIMIZER_NAMES[0]):  # said once
         for path in build_locks.left_behind():
             logger.warning(f"SCAPE: {build_locks.complaint(path)}")
     for name in OPTIMIZER_NAMES:

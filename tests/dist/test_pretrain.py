@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from evals.downstream.checkpoints import find, load_model, load_tokenizer
 from evals.report.wandb_file import read_wandb
 from launch.metrics import read_metrics
 from launch.ports import free_port
-from tests.launch import ROOT, extensions_dir
+from tests.launch import ROOT, extensions_dir, kill_tagged
 
 pytestmark = pytest.mark.dist
 
@@ -37,8 +38,12 @@ def pretrain(output: Path, *args: object, config: str = "zero2_scape90_fp32", mo
         "WANDB_DIR": str(output),
         "PYTHONPATH": str(ROOT),
         "TORCH_EXTENSIONS_DIR": extensions_dir(),
+        "SCAPE_TEST_TAG": (tag := uuid.uuid4().hex),
     }
-    return subprocess.run(launcher + job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    try:
+        return subprocess.run(launcher + job, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    finally:
+        kill_tagged(tag)  # past the timeout only the launcher has been ended, not what it has started
 
 
 def losses(path: Path) -> dict[int, tuple[float, float | None]]:
