@@ -175,7 +175,8 @@ def compatibility() -> str:
     if again:
         names = ", ".join(f"`{name}`" for name in sorted(again))
         told += f" Failed beside other work and passed with `--failed`, alone: {names}."
-    return "\n".join(lines) + f"\n\n`python -m evals.compatibility`: the tests of CI's command, one environment a row.{told}"
+    note = "`python -m evals.compatibility`: the tests of CI's command, one environment a row."
+    return "\n".join(lines) + f"\n\n{note}{told}"
 
 
 def filled(text: str) -> str:
