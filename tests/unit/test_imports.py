@@ -1,4 +1,4 @@
-"""Every name that a file of this repository imports from another one exists there, also in functions and rank scripts.
+"""Every name that a file takes from another one of this repository exists there, also in functions and rank scripts.
 
 A rank script is only imported by the ranks that run it, some of them in slow tests alone: a name that has moved would
 be missed until then.
@@ -68,10 +68,43 @@ def missing(text: str, package: str) -> Iterator[str]:
                     yield f"line {node.lineno}: {module} has no {name}"
 
 
+def modules(tree: ast.Module, package: str) -> dict[str, Path]:
+    """Files of this repository by the names under which they are imported, those with a second use left out."""
+    found: dict[str, Path] = {}
+    other: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            for alias in node.names:
+                file = source(f"{module}.{alias.name}") if module.partition(".")[0] in OWN else None
+                if file is not None and file.is_file():
+                    found[alias.asname or alias.name] = file
+        elif isinstance(node, ast.arg):
+            other.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            other.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            other.add(node.id)
+    return {name: file for name, file in found.items() if name not in other}
+
+
+def missing_attributes(text: str, package: str) -> Iterator[str]:
+    """What is asked of an imported module as ``module.name``, and is not there."""
+    tree = ast.parse(text)
+    known = modules(tree, package)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known:
+            file = known[node.value.id]
+            beside = file.name == "__init__.py" and (file.parent / f"{node.attr}.py").is_file()
+            if node.attr not in names(file) and not node.attr.startswith("__") and not beside:
+                yield f"line {node.lineno}: {file.relative_to(ROOT)} has no {node.attr}"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_imported_names_exist(file: str) -> None:
     package = ".".join(Path(file).parent.parts)
-    assert list(missing((ROOT / file).read_text(), package)) == []
+    text = (ROOT / file).read_text()
+    assert [*missing(text, package), *missing_attributes(text, package)] == []
 
 
 @pytest.mark.parametrize(
@@ -80,3 +113,9 @@ def test_imported_names_exist(file: str) -> None:
 )
 def test_a_missing_name_is_found(line: str) -> None:
     assert len(list(missing(f"def f():\n    {line}", "tests.unit"))) == 1
+
+
+def test_a_missing_attribute_is_found() -> None:
+    text = "from tests import worker as w\nw.init()\ndef f():\n    return w.nowhere, w.__file__"
+    assert list(missing_attributes(text, "tests.unit")) == ["line 4: tests/worker.py has no nowhere"]
+    assert list(missing_attributes(f"{text}\ndef g(w):\n    pass", "tests.unit")) == []  # may mean another w
