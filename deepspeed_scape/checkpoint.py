@@ -100,7 +100,8 @@ def check(state: dict[str, Any], optimizer: ScapeZeroOptimizer, universal: bool 
     if not universal and state["world_size"] != live:
         raise ScapeCheckpointError(
             f"a checkpoint of {state['world_size']} ranks loaded on {live} ranks. Remedy: convert it with python -m "
-            'deepspeed_scape.universal CHECKPOINT OUT, and load OUT with "checkpoint": {"load_universal": true}'
+            'deepspeed_scape.universal CHECKPOINT FOLDER/TAG, and give load_checkpoint the FOLDER, with "checkpoint": '
+            '{"load_universal": true} in the JSON'
         )
     if not universal and state.get("rank", optimizer.exchange.rank) != optimizer.exchange.rank:
         raise ScapeCheckpointError(f"the file of rank {state['rank']} was loaded by rank {optimizer.exchange.rank}")

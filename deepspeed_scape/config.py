@@ -6,6 +6,7 @@ All of them live in ``optimizer.params`` of the DeepSpeed JSON, since DeepSpeed'
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,7 @@ class ScapeConfigError(ValueError):
         lines = [f"{name} = {was!r}: {why}. Remedy: {cure}." for name, was, why, cure in others]
         super().__init__("\n".join([f"{key} = {value!r}: {problem}. Remedy: {remedy}.", *lines]))
         self.key, self.value, self.problem, self.remedy = key, value, problem, remedy
+        self.refusals: list[Refusal] = [(key, value, problem, remedy), *others]
 
 
 def refuse_all(refusals: Iterable[Refusal]) -> None:
@@ -190,6 +192,8 @@ def auto_remedy(key: str) -> str:
 def _remedy(key: str, value: Any, meaning: str) -> str:
     if value == "auto":
         return auto_remedy(key)
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return f"write {value.lower()} without quotes"
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             if math.isfinite(float(value)):
@@ -224,8 +228,9 @@ def _refusals_of(
     for each in error.errors(include_url=False):
         name = str(each["loc"][0]) if each["loc"] else ""
         if each["type"] == "extra_forbidden":
-            known = ", ".join(model.model_fields)
-            yield f"{where}.{name}", each["input"], "unknown option", f"remove it; known options are {known}"
+            close = difflib.get_close_matches(name, model.model_fields, n=1)
+            remedy = f"write {close[0]}" if close else f"remove it; known options are {', '.join(model.model_fields)}"
+            yield f"{where}.{name}", each["input"], "unknown option", remedy
             continue
         words = re.findall(r"\w+", each["msg"])
         named = {option: value for option, value in params.items() if option in words}

@@ -27,12 +27,12 @@ from rich.table import Table
 from deepspeed_scape import build_locks
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options
-from deepspeed_scape.initialize import rephrase
+from deepspeed_scape.initialize import check, rephrase, with_others
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Workload, predict_dense, predict_scape
 from deepspeed_scape.plan.units import count, show_bytes
-from deepspeed_scape.refuse import check_optimizer, check_settings
+from deepspeed_scape.refuse import check_optimizer, check_settings, refusals_of
 
 PACKAGES = (
     "deepspeed", "torch", "triton", "numba", "numpy", "pydantic", "mpi4py", "wandb", "transformers", "accelerate",
@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
         console.print(f"{args.deepspeed_config}: accepted; it does not ask for SCAPE, so DeepSpeed alone decides")
         return 0
     console.print(f"{args.deepspeed_config}: accepted\n")
-    show_pairs(console, "SCAPE", [(name, str(value)) for name, value in options.model_dump().items()])
+    shown = [(name, "auto" if f"optimizer.params.{name}" in left else str(value)) for name, value in options]
+    show_pairs(console, "SCAPE", shown)
     show_costs(console, document, options, args.params, args.ranks or RANKS)
     return 0
 
@@ -177,22 +178,22 @@ def refused(document: dict[str, Any], ranks: int | None) -> ScapeConfigError | N
     if not documents.is_ours(document):
         return None
     try:
-        documents.check(document, ranks)
-        optimizer = document.get("optimizer", {})
-        name, params = optimizer.get("type"), optimizer.get("params") or {}
-        check_optimizer(name, params)
+        check(document, ranks)
         # DeepSpeed takes the number of ranks from a process group; the batch has been checked already
         alone = {key: value for key, value in document.items() if key != "train_batch_size"}
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **alone})
-        if name in OPTIMIZER_NAMES:
-            check_settings(config)
     except ScapeConfigError as error:
         return error
     except Exception as error:
-        return rephrase(error, document) or ScapeConfigError(
+        ours = rephrase(error, document) or ScapeConfigError(
             "configuration", "as given", f"DeepSpeed refuses it: {error}", "change what it names"
         )
-    return None
+        return with_others(ours, document)
+    optimizer = document.get("optimizer", {})
+    name, params = optimizer.get("type"), optimizer.get("params") or {}
+    found = refusals_of(check_optimizer, name, params)
+    found += refusals_of(check_settings, config) if name in OPTIMIZER_NAMES else []
+    return ScapeConfigError(*found[0], others=found[1:]) if found else None
 
 
 def scape_options(document: dict[str, Any]) -> ScapeOptions | None:
@@ -221,7 +222,7 @@ def show_pairs(console: Console, title: str, pairs: list[tuple[str, str]]) -> No
 def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions, params: int, ranks: int) -> None:
     """Bytes a step and bytes held of one rank, beside dense ZeRO."""
     dtype = dtype_of(document)
-    console.print(f"{params:,} parameters, {ranks} ranks, {dtype}, for one rank:")
+    console.print(f"{params:,} parameters, {ranks} rank{'s'[: ranks != 1]}, {dtype}, for one rank:")
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for heading in ("sent a step", "of dense", "held", "held, bytes a parameter"):

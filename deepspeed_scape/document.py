@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ _OTHERS = (
     "gradient_allreduce_op", "sequence_parallel_size", "seq_parallel_communication_data_type", "log_level",
 )  # fmt: skip
 _MONITORS = {"csv_monitor", "tensorboard", "wandb", "comet"}  # names of runs and groups, which may be any text
+_MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # which rank 0 alone imports
 
 
 def read(config: Any) -> dict[str, Any] | None:
@@ -64,13 +66,18 @@ def read(config: Any) -> dict[str, Any] | None:
 
 def _load(path: str | os.PathLike[str]) -> Any:
     with open(path) as file:
-        return hjson.load(file)
+        text = file.read()
+    if not text.strip():
+        raise ValueError("the file is empty")  # which hjson takes for an empty object
+    return hjson.loads(text)
 
 
 def fault(config: Any) -> str | None:
     """What is wrong with a file of that name that nobody can read as a document; None where there is none."""
-    if not isinstance(config, str | os.PathLike) or not os.path.isfile(config):
+    if not isinstance(config, str | os.PathLike):
         return None
+    if not os.path.isfile(config):  # DeepSpeed would take it for a document in base64
+        return "there is no such file" if os.fspath(config).endswith(".json") else None
     try:
         found = _load(config)
     except (OSError, ValueError) as error:
@@ -110,8 +117,8 @@ def check(document: dict[str, Any], world_size: int | None) -> None:
     """
     forms = (_bad_names, _bad_auto, _bad_types)
     refuse_all(refusal for part in forms for refusal in part(document))
-    values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_optimizer, _bad_precision,
-              _bad_scheduler)  # fmt: skip
+    values = (older.ignored, older.unchecked, older.unlogged, _bad_monitors, _bad_numbers, _bad_optimizer,
+              _bad_precision, _bad_scheduler)  # fmt: skip
     batch = iter(()) if world_size is None else _bad_batch(document, world_size)
     refuse_all(chain(*(part(document) for part in values), batch))
 
@@ -174,6 +181,12 @@ def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
     for name in _FLAGS:
         if name in document and not isinstance(document[name], bool):
             yield name, document[name], "must be true or false", "set it to one of them, or remove it"
+
+
+def _bad_monitors(document: dict[str, Any]) -> Iterator[Refusal]:
+    for section, module in _MODULES.items():
+        if document.get(section, {}).get("enabled") and find_spec(module) is None:
+            yield f"{section}.enabled", True, f"{module} is not installed", f"pip install {module}, or set it to false"
 
 
 def _bad_numbers(document: dict[str, Any]) -> Iterator[Refusal]:

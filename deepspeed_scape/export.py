@@ -90,6 +90,7 @@ def export(source: Path, out: Path, dtype: str = "fp32", file_format: str = "saf
             # shared memory is refused by the format, and a name left out is a tied weight lost
             whole = {name: value.contiguous().clone() for name, value in found.items()}
             save_file(whole, draft / "model.safetensors", {"format": "pt"})
+            (draft / "model.safetensors").chmod(draft.stat().st_mode & 0o666)  # it leaves it to its writer alone
         else:
             torch.save(found, draft / "pytorch_model.bin")
         draft.rename(out)

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import Refusal, ScapeConfigError
 from deepspeed_scape.monitor import tell_wandb
+from deepspeed_scape.refuse import refusals_beside
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -47,18 +48,42 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
     if document is None or not documents.is_ours(document, given.get("optimizer")):
         return stock(*arguments.args, **arguments.kwargs)
     _check_accelerate()
-    documents.check(document, _world_size(given.get("mpu")))
+    check(document, _world_size(given.get("mpu")), given.get("optimizer"))
     try:
         built = stock(*arguments.args, **arguments.kwargs)
     except ScapeConfigError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":
+            raise
+        problem = "nobody has given this process its rank, and mpi4py, by which DeepSpeed would ask MPI, is not there"
+        raise ScapeConfigError("RANK", None, problem, "start it with deepspeed --num_gpus N train.py ...") from None
     except Exception as error:
         ours = rephrase(error, document)
         if ours is None:
             raise
-        raise ours from error
+        raise with_others(ours, document, given.get("optimizer")) from error
     tell_wandb(built[0], document)
     return built
+
+
+def check(document: dict[str, Any], world_size: int | None, client: Any = None) -> None:
+    """Refuse what can be known from the document, and if that is anything, tell what else is wrong.
+
+    Raises:
+        ScapeConfigError: names the keys, their values and the remedies.
+    """
+    try:
+        documents.check(document, world_size)
+    except ScapeConfigError as error:
+        raise with_others(error, document, client) from None
+
+
+def with_others(error: ScapeConfigError, document: dict[str, Any], client: Any = None) -> ScapeConfigError:
+    """The error with what else is wrong with the document, of each key what came first."""
+    known = {key for key, *_ in error.refusals}
+    others = [refusal for refusal in refusals_beside(document, error.refusals, client) if refusal[0] not in known]
+    return ScapeConfigError(*error.refusals[0], others=[*error.refusals[1:], *others])
 
 
 def _world_size(mpu: Any) -> int:

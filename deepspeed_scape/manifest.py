@@ -74,6 +74,11 @@ def read(folder: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
     except FileNotFoundError:
+        if (latest := folder / "latest").is_file():
+            tag = folder / latest.read_text(errors="replace").strip()
+            raise ScapeCheckpointError(
+                f"{folder} is a folder of checkpoints. Remedy: name one, the latest is {tag}"
+            ) from None
         raise ScapeCheckpointError(
             f"{folder} has no {NAME}: it was not written by SCAPE, or it was not copied whole. Remedy: "
             "load_checkpoint(..., load_optimizer_states=False) takes its weights and starts SCAPE afresh"

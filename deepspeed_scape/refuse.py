@@ -5,11 +5,12 @@ Every rank reads the same configuration, so every rank raises the same error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from deepspeed_scape.config import (
@@ -33,9 +34,46 @@ def check_engine(engine: Any) -> None:
         ScapeConfigError: names the key, the value and the remedy.
     """
     name, params = json_optimizer(engine)
-    check_optimizer(name, params, engine.client_optimizer)
-    if name in OPTIMIZER_NAMES or isinstance(engine.client_optimizer, Scape):
-        check_settings(engine._config)
+    ours = name in OPTIMIZER_NAMES or isinstance(engine.client_optimizer, Scape)
+    refuse_all(
+        [
+            *refusals_of(check_optimizer, name, params, engine.client_optimizer),
+            *(refusals_of(check_settings, engine._config) if ours else []),
+        ]
+    )
+
+
+def refusals_of(check: Callable[..., None], *given: Any) -> list[Refusal]:
+    """What one of the checks refuses, as a list."""
+    try:
+        check(*given)
+    except ScapeConfigError as error:
+        return error.refusals
+    return []
+
+
+def refusals_beside(document: dict[str, Any], refused: list[Refusal], client: Any = None) -> list[Refusal]:
+    """What else is wrong with a document of which something is refused, so that all can be told at once.
+
+    Args:
+        document: as the user wrote it.
+        refused: what is known; DeepSpeed is asked about the rest of the document alone.
+        client: the optimizer that the script passes.
+    """
+    optimizer = document.get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, dict) else {}
+    name, params = optimizer.get("type"), optimizer.get("params") or {}
+    found: list[Refusal] = []
+    if isinstance(name, str) and isinstance(params, dict):
+        found += refusals_of(check_optimizer, name, params, client)
+    bad = {key.partition(".")[0] for key, *_ in refused} | {"optimizer", "scheduler", "train_batch_size"}
+    rest = {key: value for key, value in document.items() if key not in bad}
+    try:
+        config = DeepSpeedConfig({**rest, "train_micro_batch_size_per_gpu": 1})
+    except Exception:  # it says so itself, once the rest is in order
+        return found
+    wanted = name in OPTIMIZER_NAMES or isinstance(client, Scape)
+    return found + (refusals_of(check_settings, config) if wanted and "zero_optimization" not in bad else [])
 
 
 def check_optimizer(name: str | None, params: dict[str, Any], client: Any = None) -> None:
@@ -101,7 +139,10 @@ def _refused_zero(zero: Any) -> Iterator[Refusal]:
     key = "zero_optimization"
     stage = int(zero.stage)
     if stage not in (1, 2):
-        yield f"{key}.stage", stage, "SCAPE partitions the optimizer, not the parameters", "set it to 1 or 2"
+        why = "SCAPE works on ZeRO's partitions, and there are none" if stage == 0 else (
+            "SCAPE partitions the optimizer, not the parameters"
+        )  # fmt: skip
+        yield f"{key}.stage", stage, why, f'write "{key}": {{"stage": 2}}, or 1'
     for part in ("offload_optimizer", "offload_param"):
         offload = getattr(zero, part, None)
         device = getattr(offload, "device", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,8 @@ def register() -> None:
     check_internals()
     if os.environ.get("LOCAL_RANK", "0") == "0" and not hasattr(torch.optim, OPTIMIZER_NAMES[0]):  # said once
         for path in build_locks.left_behind():
-            logger.warning(f"SCAPE: {build_locks.complaint(path)}")
+            if path.parent.name == build_locks.NEEDED and "--doctor" not in sys.orig_argv:  # which tells them all
+                logger.warning(f"SCAPE: {build_locks.complaint(path)}")
     for name in OPTIMIZER_NAMES:
         setattr(torch.optim, name, Scape)
     for name in DENSE_NAMES:
@@ -100,7 +102,7 @@ def register() -> None:
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
     _wrap_initialize()
     _wrap("save_checkpoint", _where_ours(saving.save_checkpoint))
-    _wrap("load_checkpoint", _where_ours(saving.load_checkpoint))
+    _wrap("load_checkpoint", _where_ours(saving.load_checkpoint, saving.refuse_ours))
 
 
 def check_internals() -> None:
@@ -148,11 +150,11 @@ def _wrap_initialize() -> None:
     deepspeed.initialize = initialize
 
 
-def _where_ours(around: Callable[..., Any]) -> Callable[..., Any]:
+def _where_ours(around: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
     def choose(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(engine.optimizer, ScapeZeroOptimizer):
             return around(stock, engine, *args, **kwargs)
-        return stock(engine, *args, **kwargs)
+        return stock(engine, *args, **kwargs) if elsewhere is None else elsewhere(stock, engine, *args, **kwargs)
 
     return choose
 

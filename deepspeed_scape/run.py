@@ -6,10 +6,13 @@ python -m deepspeed_scape.run --doctor --deepspeed_config ds.json      # what wo
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+from typing import NoReturn
 
 import deepspeed_scape
+from deepspeed_scape.manifest import ScapeCheckpointError
 
 USAGE = """usage: deepspeed [launcher options] --module deepspeed_scape.run SCRIPT [script options]
        python -m deepspeed_scape.run --doctor [--deepspeed_config JSON] [--params N] [--ranks N]"""
@@ -19,18 +22,32 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     """The script and what it gets. The launcher puts ``--local_rank=N`` first; the script gets it behind its name.
 
     Raises:
-        SystemExit: there is no script.
+        SystemExit: there is no script, or something else stands where it should.
     """
-    script = next((i for i, argument in enumerate(arguments) if not argument.startswith("-")), None)
-    if script is None:
-        raise SystemExit(f"deepspeed_scape.run: no script given\n{USAGE}")
-    return arguments[script], arguments[:script] + arguments[script + 1 :]
+    ours = [argument.startswith("--local_rank") for argument in arguments]
+    at = ours.index(False) if False in ours else len(arguments)
+    if at == len(arguments):
+        _wrong("no script given")
+    script = arguments[at]
+    if script.startswith("-"):
+        _wrong(f"{script} stands where the script should")
+    if not os.path.isfile(script):
+        _wrong(f"script {script}: there is no such file in {os.getcwd()}")
+    if script.endswith((".json", ".hjson")):  # which Python would read, as an expression
+        _wrong(f"{script} is no Python script")
+    return script, arguments[:at] + arguments[at + 1 :]
+
+
+def _wrong(what: str) -> NoReturn:
+    print(f"deepspeed_scape.run: {what}\n{USAGE}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> None:
     """Run the script as ``__main__``, with its own folder first on the path, as python itself would.
 
-    A configuration that is refused is told without the way through DeepSpeed's code, which every rank would print.
+    A configuration or checkpoint that is refused is told without the way through DeepSpeed's code, which every rank
+    would print.
     """
     deepspeed_scape.register()
     if sys.argv[1:2] == ["--doctor"]:
@@ -39,19 +56,13 @@ def main() -> None:
         sys.exit(doctor.main(sys.argv[2:]))
     script, arguments = split_arguments(sys.argv[1:])
     sys.argv = [script, *arguments]
-    sys.path[0] = str(_folder(script))
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
     try:
         runpy.run_path(script, run_name="__main__")
-    except deepspeed_scape.ScapeConfigError as error:
-        if error.__cause__ is not None:  # an error of DeepSpeed's, of which we may have made the wrong sense
+    except (deepspeed_scape.ScapeConfigError, ScapeCheckpointError) as error:
+        if error.__cause__ is not None:  # an error of somebody else's, of which we may have made the wrong sense
             raise
-        sys.exit(f"ScapeConfigError: {error}")
-
-
-def _folder(script: str) -> str:
-    import os
-
-    return os.path.dirname(os.path.abspath(script))
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ DeepSpeed unpickles or changes anything.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 from collections.abc import Callable
@@ -189,6 +190,27 @@ def load_checkpoint(
             engine, load_dir, chosen, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
             load_module_only, custom_load_fn,
         )  # fmt: skip
+
+
+def refuse_ours(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's load for another optimizer, which would take SCAPE's moments for its own without a word.
+
+    Raises:
+        ScapeCheckpointError: the checkpoint is SCAPE's, and more than its weights is asked for.
+    """
+    call = inspect.signature(stock).bind(engine, *args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    latest = Path(given["load_dir"], "latest_universal" if engine.load_universal_checkpoint() else "latest")
+    tag = _wanted_tag(given["tag"], latest)
+    if tag is not None and engine.optimizer is not None:
+        folder, all_of_it = latest.parent / tag, given["load_optimizer_states"] and not given["load_module_only"]
+        if all_of_it and (folder / manifest.NAME).exists():
+            raise ScapeCheckpointError(
+                f"{folder} was written by SCAPE, whose moments mean something else to another optimizer. Remedy: "
+                "load_checkpoint(..., load_optimizer_states=False) takes its weights"
+            )
+    return stock(engine, *args, **kwargs)
 
 
 def _choose(engine: Any, load_dir: str, tag: Any, weights_only: bool) -> str | None:

@@ -41,10 +41,6 @@ def convert(source: Path, out: Path, workers: int = 1) -> None:
         ScapeCheckpointError: ``source`` is damaged, not SCAPE's or universal already, or ``out`` exists.
     """
     source, out = source.absolute(), out.absolute()
-    latest = source / "latest"
-    if latest.is_file() and not (source / manifest.NAME).exists():
-        tag = source / latest.read_text().strip()
-        raise ScapeCheckpointError(f"{source} is a folder of checkpoints. Remedy: name one, the latest is {tag}")
     listed = manifest.read(source)
     if listed.get("universal"):
         raise ScapeCheckpointError(f"{source} is a universal checkpoint already")
@@ -151,14 +147,16 @@ def _seal(stage: Path, listed: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deepspeed_scape.universal", description=__doc__.split("\n\n")[0])
     parser.add_argument("checkpoint", type=Path, help="the folder of one tag")
-    parser.add_argument("out", type=Path, help="the folder to write, beside a latest_universal that names it")
+    parser.add_argument("out", type=Path, help="the folder to write; a latest_universal that names it comes beside it")
     parser.add_argument("--workers", type=int, default=1, help="processes that convert (default: 1)")
     args = parser.parse_args()
     try:
         convert(args.checkpoint, args.out, args.workers)
     except ScapeCheckpointError as error:
         sys.exit(f"deepspeed_scape.universal: error: {error}")
-    print(f'{args.out}: resume it on any number of ranks with "checkpoint": {{"load_universal": true}}')
+    folder = args.out.absolute().parent
+    print(f"{args.out}: written. To resume it on any number of ranks put")
+    print(f'  "checkpoint": {{"load_universal": true}}  into the JSON, and call  load_checkpoint("{folder}")')
 
 
 if __name__ == "__main__":

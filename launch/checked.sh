@@ -4,6 +4,10 @@
 #
 # PYTHON  the Python of the job's environment (default: python3)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+if ! command -v "${PYTHON:-python3}" >/dev/null; then
+    echo "wrong        PYTHON=${PYTHON:-python3}: there is no such program; set PYTHON to the job's own Python" >&2
+    exit 2
+fi
 settings=$("${PYTHON:-python3}" "$here/preflight" "$@") || exit $?
 eval "$settings"
 

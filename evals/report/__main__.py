@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+if find_spec("matplotlib") is None:
+    sys.exit("evals.report draws with matplotlib, which is not installed: pip install 'deepspeed-scape[plot]'")
 
 from evals.report.page import Report, build, write
 from evals.report.sources import read_runs

@@ -13,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 if find_spec("psutil") is None:  # DeepSpeed needs it too
-    sys.exit(
-        f"PYTHON={sys.executable}: it has no DeepSpeed; activate the environment that has, or set PYTHON to its own"
+    print(
+        f"wrong        PYTHON={sys.executable}: it has no DeepSpeed; activate the environment that has, or set PYTHON",
+        file=sys.stderr,
     )
+    sys.exit(2)
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # run as a folder, which would be the first entry
 
 from launch.preflight.findings import Findings  # noqa: E402

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import hjson
 
 from launch.preflight.findings import Findings
 
@@ -96,7 +98,8 @@ def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
         ranks: None before Slurm has given any, and the batch is not judged.
     """
     for path in configs(job.arguments):
-        if not _asks_for_an_optimizer(path) or path.resolve().parent == ROOT / "ds_configs":  # those are tested
+        _tell_unregistered(job, path, findings)
+        if _optimizer(path) is None or path.resolve().parent == ROOT / "ds_configs":  # those are tested
             continue
         command = [sys.executable, "-m", SWITCH, "--doctor", "--refusals", "--deepspeed_config", str(path)]
         command += [] if ranks is None else ["--ranks", str(ranks)]
@@ -113,12 +116,25 @@ def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
             findings.tell("note", f"what {path} says was not judged: {said}")
 
 
-def _asks_for_an_optimizer(path: Path) -> bool:
+def _optimizer(path: Path) -> str | None:
+    """The optimizer that a configuration asks for; None without one, or if the file is refused already."""
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError):  # refused already
-        return False
-    return isinstance(config, dict) and "optimizer" in config
+        config = _read(path)
+    except (OSError, ValueError):
+        return None
+    section = config.get("optimizer") if isinstance(config, dict) else None
+    return None if section is None else str(section.get("type") if isinstance(section, dict) else section)
+
+
+def _tell_unregistered(job: Job, path: Path, findings: Findings) -> None:
+    """A script that has never heard of SCAPE, whose JSON asks for it: DeepSpeed would not know the name."""
+    script = job.script()
+    if script is None or job.program == SWITCH or not Path(script).is_file():
+        return
+    known = "deepspeed_scape" in Path(script).read_text(errors="replace")
+    if (_optimizer(path) or "").lower() == "scape" and not known:
+        told = f"{script} does not import deepspeed_scape: unless something that it imports does, DeepSpeed will not"
+        findings.tell("note", f'{told} know "SCAPE"; start it by --module {SWITCH} {script}')
 
 
 def _importable(module: str) -> bool:
@@ -154,7 +170,7 @@ def configs(arguments: Sequence[str]) -> list[Path]:
 def _check_config(path: Path, findings: Findings) -> None:
     what = f"DeepSpeed configuration {path}"
     try:
-        config = json.loads(path.read_text())
+        config = _read(path)
     except OSError as error:
         findings.refuse(what, str(error.strerror), f"{ROOT / 'ds_configs'} has ready ones")
     except ValueError as error:
@@ -162,3 +178,11 @@ def _check_config(path: Path, findings: Findings) -> None:
     else:
         if not isinstance(config, dict):
             findings.refuse(what, f"holds a {type(config).__name__}", "write a JSON object")
+
+
+def _read(path: Path) -> Any:
+    """As DeepSpeed reads it, which takes comments and trailing commas. Raises OSError, ValueError."""
+    text = path.read_text()
+    if not text.strip():
+        raise ValueError("it is empty")
+    return hjson.loads(text)

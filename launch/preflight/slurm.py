@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host
 
+UNREACHABLE = ("fetch_config", "Unable to contact slurm controller", "Could not establish a configuration source")
+
 
 def inside_job() -> bool:
     """Whether this is a batch script, or a shell of salloc."""
@@ -52,7 +54,10 @@ def try_submission(command: Sequence[str], findings: Findings) -> None:
     if done is None:
         return  # no sbatch: already refused
     said = " ".join((done.stderr or done.stdout).split()).removeprefix("sbatch: ")
-    if done.returncode != 0:
+    if done.returncode != 0 and any(sign in said for sign in UNREACHABLE):
+        remedy = "submit where Slurm's commands work, as on a login node"
+        findings.refuse("sbatch --test-only", f"no Slurm controller can be reached ({said})", remedy)
+    elif done.returncode != 0:
         findings.refuse("sbatch --test-only", said, "change the #SBATCH lines of launch/slurm.sbatch, or give --sbatch")
     else:
         findings.tell("slurm", said)

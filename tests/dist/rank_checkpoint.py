@@ -128,6 +128,8 @@ def convert(case: dict[str, Any], folder: Path, rank: int) -> dict[str, Any]:
     adam = tiny.start(tiny.config(case["stage"], case["dtype"], type="AdamW", torch_adam=True), model)
     tiny.train_step(adam, 0, rank)
     adam.save_checkpoint(str(folder / "adam"), tag="one")
+    out["reverse"] = worker.error_of(lambda: adam.load_checkpoint(path, tag="half"))
+    out["reverse weights"] = adam.load_checkpoint(path, tag="half", load_optimizer_states=False)[0] is not None
     adam.destroy()
     engine = tiny.start(tiny.config(case["stage"], case["dtype"], sparsity=0.9))
     try:

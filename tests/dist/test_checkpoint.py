@@ -83,3 +83,8 @@ def test_another_normalizer_is_refused(runs: dict[str, list[dict[str, Any]]]) ->
 def test_another_optimizers_checkpoint_is_refused(runs: dict[str, list[dict[str, Any]]]) -> None:
     for result in runs["convert"]:
         assert "not written by SCAPE" in result["zero2-bf16"]["optimizer"]
+        said = result["zero2-bf16"]["reverse"]
+        assert (
+            said.startswith("ScapeCheckpointError") and "was written by SCAPE" in said and "takes its weights" in said
+        )
+        assert result["zero2-bf16"]["reverse weights"]

@@ -126,4 +126,4 @@ def test_another_world_size_is_refused_with_the_command(change: Any, name: str) 
     for result in results:
         said = result[name]["refused"]
         assert f"a checkpoint of {old} ranks loaded on {new} ranks" in said
-        assert "python -m deepspeed_scape.universal CHECKPOINT OUT" in said and "load_universal" in said
+        assert "python -m deepspeed_scape.universal CHECKPOINT FOLDER/TAG" in said and "load_universal" in said

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import re
+import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,16 +108,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     config.write_text(json.dumps(document(zero_optimization={"stage": 0})))
     status, said = ask("--deepspeed_config", str(config))
     assert status == 1 and "zero_optimization.stage = 0" in said and "Remedy" in said
-    config.write_text(json.dumps(document(zero_optimization={"stage": 0}, gradient_cliping=1, fp16=1)))
+    several = document(zero_optimization={"stage": 0}, gradient_cliping=1, fp16=1)
+    several["optimizer"]["params"]["sparcity"] = 0.9
+    config.write_text(json.dumps(several))
     status, said = ask("--deepspeed_config", str(config), "--refusals")
-    assert status == 1 and [line.split(" = ")[0] for line in said.splitlines()] == [
-        f"{doctor.REFUSED}gradient_cliping", f"{doctor.REFUSED}fp16"
-    ]  # fmt: skip
+    keys = ["gradient_cliping", "fp16", "optimizer.params.sparcity", "zero_optimization.stage"]
+    assert status == 1 and [line.split(" = ")[0] for line in said.splitlines()] == [doctor.REFUSED + k for k in keys]
+    several = document(zero_optimization={"stage": 3, "overlap_com": True})  # which DeepSpeed itself refuses
+    several["optimizer"]["params"]["lr"] = "5e-4"
+    config.write_text(json.dumps(several))
+    said = ask("--deepspeed_config", str(config), "--refusals")[1]
+    keys = ["zero_optimization.overlap_com", "optimizer.params.lr"]
+    assert [line.split(" = ")[0] for line in said.splitlines()] == [doctor.REFUSED + k for k in keys]
     config.write_text(json.dumps(document(train_batch_size=12)))
     assert ask("--deepspeed_config", str(config), "--refusals") == (0, "")  # nobody has said how many ranks
     assert ask("--deepspeed_config", str(config), "--refusals", "--ranks", "8")[0] == 1
     config.write_text((ROOT / "launch" / "examples" / "scape_auto.json").read_text())
     status, said = ask("--deepspeed_config", str(config))
+    assert re.search(r"^ *lr +auto *$", said, re.MULTILINE) and re.search(r"^ *sparsity +0", said, re.MULTILINE)
     assert status == 0 and "optimizer.params.lr" in said and "the Hugging Face Trainer or Accelerate fills in" in said
     config.write_text(json.dumps(document(optimizer={"type": "AdamW", "params": {"lr": 1e-3}})))
     status, said = ask("--deepspeed_config", str(config))
@@ -149,11 +157,37 @@ def test_a_lock_that_a_killed_build_left_is_told(inside: str, tmp_path: Path, mo
     lock = tmp_path / inside / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert build_locks.left_behind() == []  # a build may be running
-    old = time.time() - 2 * build_locks.STALE
-    os.utime(lock, (old, old))
+    with open(lock):  # as the build that has made it does
+        assert build_locks.left_behind() == []
     assert build_locks.left_behind() == [lock]
     assert dict(doctor.usable())["lock"].endswith(f"Remedy: rm {lock}")
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent))
     assert build_locks.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no script given"),
+        (["--local_rank=1"], "no script given"),
+        (["--local_rank=0", "--deepspeed_config", "ds.json"], "--deepspeed_config stands where the script should"),
+        (["--docter"], "--docter stands where the script should"),
+        (["ds.json"], "ds.json is no Python script"),
+        (["trian.py"], "script trian.py: there is no such file in "),
+    ],
+)
+def test_a_script_that_is_not_there(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["run", *words])
+    with pytest.raises(SystemExit) as end:
+        run.main()
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(f"deepspeed_scape.run: {said}")
+
+
+def test_the_package_alone_names_its_commands() -> None:
+    done = subprocess.run([sys.executable, "-m", "deepspeed_scape"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "--module deepspeed_scape.run" in done.stderr and "universal" in done.stderr

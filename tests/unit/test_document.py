@@ -68,6 +68,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "auto stage": ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto'"),
     "auto offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
                      "zero_optimization.offload_optimizer.device = 'auto'"),
+    "monitor": ({"comet": {"enabled": True}}, "comet.enabled = True: comet_ml is not installed. Remedy: pip"),
     "tensor": ({"tensor_parallel": {"autotp_size": "x"}}, "tensor_parallel.autotp_size = 'x'"),
 }  # fmt: skip
 
@@ -234,7 +235,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_fault(text: str, said: str | 
     path.write_text(text)
     found = document.fault(str(path))
     assert (found is None) == (said is None) and (said is None or (found or "").startswith(said))
-    assert document.fault(str(tmp_path / "absent.json")) is None and document.fault({}) is None
+    assert document.fault({}) is None
 
 
 def test_a_file_that_is_not_json_is_refused_before_deepspeed_reads_it(tmp_path: Path) -> None:
@@ -246,3 +247,34 @@ def test_a_file_that_is_not_json_is_refused_before_deepspeed_reads_it(tmp_path: 
 
     with pytest.raises(ScapeConfigError, match="ds.json': it is not JSON: .*Remedy: correct that file"):
         initialize.guarded(stock, inspect.signature(stock).bind(config=str(path)))
+
+
+def test_a_process_without_a_rank_is_told_how_to_get_one() -> None:
+    def stock(config: Any) -> None:
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+
+    with pytest.raises(ScapeConfigError, match=r"^RANK = None: nobody has given .* start it with deepspeed") as error:
+        initialize.guarded(stock, inspect.signature(stock).bind(config=GOOD))
+    assert error.value.__suppress_context__
+
+
+def test_a_missing_or_empty_file_is_told(tmp_path: Path) -> None:
+    stock = inspect.signature(lambda config: None)
+    for name, said in (("none.json", "there is no such file"), ("empty.json", "it is not JSON: the file is empty")):
+        (tmp_path / "empty.json").write_text(" \n")
+        with pytest.raises(ScapeConfigError, match=said):
+            initialize.guarded(lambda config: None, stock.bind(config=str(tmp_path / name)))
+    assert document.fault("eyJhIjogMX0=") is None  # DeepSpeed takes a document in base64
+
+
+def test_what_else_is_wrong_is_told_with_the_first() -> None:
+    params = {"sparcity": 0.9, "lr": "5e-4", "ballots": "true"}
+    bad = {**GOOD, "gradient_clipping": -1, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ScapeConfigError) as error:
+        initialize.check({**bad, "optimizer": {"type": "SCAPE", "params": params}}, 2)
+    remedies = {key: remedy for key, _, _, remedy in error.value.refusals}
+    assert list(remedies)[0] == "gradient_clipping" and "zero_optimization.stage" in remedies
+    assert remedies["optimizer.params.sparcity"] == "write sparsity"
+    assert remedies["optimizer.params.ballots"] == "write true without quotes"
+    assert len(remedies) == 5
+    initialize.check({**bad, "gradient_clipping": 1.0}, 2)  # left to the engine, which knows what DeepSpeed makes of it

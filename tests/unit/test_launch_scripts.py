@@ -153,7 +153,11 @@ def test_a_script_becomes_its_launcher(folder: Path) -> None:
 def test_a_python_without_deepspeed_is_named(folder: Path) -> None:
     add_program(folder / "bin", "python-bare", f'exec {PYTHON} -I -S "$@"')
     done = run(folder, "one_node.sh", "train.py", PYTHON=str(folder / "bin" / "python-bare"))
-    assert done.returncode == 1 and "it has no DeepSpeed; activate the environment" in done.stderr
+    assert done.returncode == 2 and "it has no DeepSpeed; activate the environment" in done.stderr
+    done = run(folder, "one_node.sh", "train.py", PYTHON="/nowhere/python")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "wrong        PYTHON=/nowhere/python: there is no such program"
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_the_metadata(built: dict[str, Path]) -> None:
     assert {"train", "eval", "plot", "cpu", "wandb", "mpi", "test"} <= extras
     needs = [need for need in told.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert {need.split(">")[0].split("<")[0].split(";")[0].strip() for need in needs} == {
-        "deepspeed", "torch", "triton", "numpy", "pydantic", "rich",
+        "deepspeed", "torch", "triton", "numpy", "pydantic", "psutil", "rich",
     }  # fmt: skip
     assert told["Description-Content-Type"] == "text/markdown" and "# deepspeed_scape" in told.get_payload()
 

@@ -118,7 +118,9 @@ def test_bad_jobs(module: str | None, words: list[str], says: str, monkeypatch: 
 @pytest.mark.usefixtures("folder")
 def test_what_the_package_refuses_is_refused_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    bad = {"optimizer": {"type": "SCAPE"}, "train_batch_size": 3, "gradient_clipping": -1}
+    Path("train.py").write_text("import deepspeed_scape")
+    bad = {"optimizer": {"type": "SCAPE"}, "zero_optimization": {"stage": 1}}
+    bad |= {"train_batch_size": 3, "gradient_clipping": -1}
     Path("bad.json").write_text(json.dumps(bad))
     auto = {"optimizer": {"type": "SCAPE"}, "zero_optimization": {"stage": 2}}
     Path("other.json").write_text(json.dumps(auto | {"train_micro_batch_size_per_gpu": "auto"}))
@@ -136,12 +138,32 @@ def test_what_the_package_refuses_is_refused_before_the_launch(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_script_that_has_not_heard_of_scape_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "", ""))
+    Path("mine.json").write_text('{"optimizer": {"type": "SCAPE"},}  # as DeepSpeed takes it')
+    Path("other.json").write_text('{"optimizer": {"type": "AdamW"}}')
+    words = ["train.py", "--deepspeed_config", "mine.json"]
+
+    def told(module: str | None, words: list[str]) -> list[str]:
+        findings = Findings()
+        check_job(make_job(module, words), findings)
+        judge_configs(make_job(module, words), 2, findings)
+        assert findings.wrong == []
+        return [text for _, text in findings.told]
+
+    assert told(None, words)[0].startswith("train.py does not import deepspeed_scape: ")
+    assert told(None, ["train.py", "--deepspeed_config", "other.json"]) == []
+    Path("train.py").write_text("import deepspeed_scape")
+    assert told(None, words) == []
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_json_that_cannot_be_judged_is_told_and_others_cost_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: list[str], **given: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nNo module named deepspeed_scape")
 
     monkeypatch.setattr(subprocess, "run", fail)
-    Path("mine.json").write_text('{"optimizer": {"type": "SCAPE"}}')
+    Path("mine.json").write_text('{"optimizer": {"type": "AdamS"}}')
     findings = Findings()
     judge_configs(make_job(None, ["train.py", "--deepspeed", "mine.json"]), 2, findings)
     assert findings.told == [("note", "what mine.json says was not judged: No module named deepspeed_scape")]
@@ -348,6 +370,9 @@ def test_what_slurm_says_to_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch)
     )
     try_submission(["sbatch", "x"], findings)
     assert findings.wrong[0].startswith("sbatch --test-only: allocation failure: Requested node configuration")
+    add_program(folder / "bin", "sbatch", "echo 'sbatch: error: fetch_config: DNS SRV lookup failed' >&2; exit 1")
+    try_submission(["sbatch", "x"], findings)
+    assert "no Slurm controller can be reached" in findings.wrong[1] and "login node" in findings.wrong[1]
 
 
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=12)
