@@ -28,7 +28,7 @@ def raise_together(problem: str | None, group: dist.ProcessGroup) -> None:
     rank = next((rank for rank, said in enumerate(everyone) if said), None)
     if rank is not None:
         alike = all(said == everyone[rank] for said in everyone)
-        raise ScapeCheckpointError(everyone[rank] if alike else f"rank {rank}: {everyone[rank]}")
+        raise ScapeCheckpointError(everyone[rank] if alike else f"{everyone[rank]} (found by rank {rank})")
 
 
 @contextlib.contextmanager

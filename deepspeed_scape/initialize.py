@@ -6,6 +6,7 @@ a pydantic error or worse, is said again with key, value and remedy.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
 from deepspeed_scape import document as documents
@@ -130,10 +132,19 @@ def _refusals_of(error: ValidationError) -> Iterator[Refusal]:
     for each in error.errors(include_url=False):
         path = [_SECTION_OF.get(error.title, ""), *map(str, each["loc"])]
         problem = each["msg"].removeprefix("Value error, ").rstrip(".")
+        remedy = "correct it or remove it"
         if each["type"] == "extra_forbidden":
             problem = "DeepSpeed knows no such key"
+            close = difflib.get_close_matches(path[-1], _fields(error.title), n=1)
+            remedy = f"write {close[0]}" if close else remedy
         key = ".".join(part for part in path if part) or error.title
-        yield key, each["input"], problem, "correct it or remove it"
+        yield key, each["input"], problem, remedy
+
+
+def _fields(model: str) -> list[str]:
+    """The names that one of DeepSpeed's sections knows; none for a section inside another."""
+    found = next((kind for kind in DeepSpeedConfigModel.__subclasses__() if kind.__name__ == model), None)
+    return [] if found is None else list(found.model_fields)
 
 
 def _files_of(error: BaseException) -> Iterator[str]:

@@ -182,3 +182,7 @@ def parse_options(argv: list[str] | None = None) -> tuple[argparse.Namespace, Co
     args.vocab_size = args.vocab_size or preset.vocab
     args.local_rank = int(os.environ.get("LOCAL_RANK", args.local_rank))
     return args, config
+
+
+if __name__ == "__main__":  # launch/preflight asks whether the ranks would take these
+    parse_options()

@@ -91,6 +91,29 @@ def check_job(job: Job, findings: Findings) -> None:
         _check_config(path, findings)
 
 
+def judge_options(job: Job, findings: Findings) -> None:
+    """Ask launch/pretrain.py, in a process of its own, whether it takes its options; of other scripts one is known."""
+    script = job.script()
+    if script is None or not Path(script).is_file():
+        return
+    if Path(script).resolve() == PRETRAIN:
+        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.options", *(word for word in job.arguments if word != script)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        _, error, said = done.stderr.rpartition("error: ")
+        if done.returncode and error:
+            findings.wrong.append(said.strip())
+        return
+    dashed = next((word for word in job.arguments if word.split("=")[0] == "--deepspeed-config"), None)
+    if dashed and "add_config_arguments" in Path(script).read_text(errors="replace"):
+        findings.refuse(dashed, "DeepSpeed's add_config_arguments knows no such option", "write --deepspeed_config")
+
+
 def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
     """Ask the package itself, in a process of its own, what it would refuse; it takes the seconds of its imports.
 

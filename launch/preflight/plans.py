@@ -21,7 +21,7 @@ from launch.preflight.environment import (
 )
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host, find_hostfile, locate, read_hostfile
-from launch.preflight.job import Job, check_job, count_gpus, judge_configs, make_job, visible_gpus
+from launch.preflight.job import Job, check_job, count_gpus, judge_configs, judge_options, make_job, visible_gpus
 from launch.preflight.options import BY_SSH
 from launch.preflight.programs import find_deepspeed, find_mpirun, need
 from launch.preflight.remote import Question, check_nodes
@@ -38,6 +38,7 @@ def make_plan(launcher: str, options: argparse.Namespace, findings: Findings) ->
     settings = Settings(options.dry_run)
     job = make_job(options.module, options.job)
     check_job(job, findings)
+    judge_options(job, findings)
     if launcher == "slurm" and not inside_job():
         judge_configs(job, None, findings)
         _submit(options, settings, findings)

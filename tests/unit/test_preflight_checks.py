@@ -20,7 +20,7 @@ from launch.preflight import remote
 from launch.preflight.environment import check_asked_interface
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host
-from launch.preflight.job import REFUSED, ROOT, check_job, count_gpus, judge_configs, make_job
+from launch.preflight.job import REFUSED, ROOT, check_job, count_gpus, judge_configs, judge_options, make_job
 from launch.preflight.programs import find_deepspeed, find_mpirun, need
 from launch.preflight.remote import Question, check_nodes
 from launch.preflight.rendezvous import Rendezvous
@@ -113,6 +113,25 @@ def test_bad_jobs(module: str | None, words: list[str], says: str, monkeypatch: 
     findings = Findings()
     check_job(make_job(module, words), findings)
     assert any(line.startswith(says) for line in findings.wrong), findings.wrong
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["--", "--preset", "tinny"], "--preset tinny: there is no such preset; take one of tiny"),
+        (["--", "--stepps", "3"], "unrecognized arguments: --stepps 3"),
+        (["--", "--steps", "3"], None),
+        (["train.py", "--deepspeed-config=ok.json"], "--deepspeed-config=ok.json: DeepSpeed's add_config_arguments"),
+        (["own.py", "--deepspeed-config", "ok.json"], None),
+    ],
+)
+def test_options_are_judged_before_the_launch(words: list[str], wrong: str | None) -> None:
+    Path("train.py").write_text("parser = deepspeed.add_config_arguments(parser)")
+    Path("own.py").touch()
+    findings = Findings()
+    judge_options(make_job(None, words), findings)
+    assert [line.startswith(wrong or "") for line in findings.wrong] == ([True] if wrong else [])
 
 
 @pytest.mark.usefixtures("folder")
