@@ -32,7 +32,7 @@ from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Workload, predict_dense, predict_scape
 from deepspeed_scape.plan.units import count, show_bytes
-from deepspeed_scape.refuse import check_optimizer, check_settings, refusals_of
+from deepspeed_scape.refuse import check_config
 
 PACKAGES = (
     "deepspeed", "torch", "triton", "numba", "numpy", "pydantic", "mpi4py", "wandb", "transformers", "accelerate",
@@ -182,6 +182,8 @@ def refused(document: dict[str, Any], ranks: int | None) -> ScapeConfigError | N
         # DeepSpeed takes the number of ranks from a process group; the batch has been checked already
         alone = {key: value for key, value in document.items() if key != "train_batch_size"}
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **alone})
+        optimizer = document.get("optimizer", {})
+        check_config(config, optimizer.get("type"), optimizer.get("params") or {})
     except ScapeConfigError as error:
         return error
     except Exception as error:
@@ -189,11 +191,7 @@ def refused(document: dict[str, Any], ranks: int | None) -> ScapeConfigError | N
             "configuration", "as given", f"DeepSpeed refuses it: {error}", "change what it names"
         )
         return with_others(ours, document)
-    optimizer = document.get("optimizer", {})
-    name, params = optimizer.get("type"), optimizer.get("params") or {}
-    found = refusals_of(check_optimizer, name, params)
-    found += refusals_of(check_settings, config) if name in OPTIMIZER_NAMES else []
-    return ScapeConfigError(*found[0], others=found[1:]) if found else None
+    return None
 
 
 def scape_options(document: dict[str, Any]) -> ScapeOptions | None:

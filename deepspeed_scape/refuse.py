@@ -33,12 +33,20 @@ def check_engine(engine: Any) -> None:
     Raises:
         ScapeConfigError: names the key, the value and the remedy.
     """
-    name, params = json_optimizer(engine)
-    ours = name in OPTIMIZER_NAMES or isinstance(engine.client_optimizer, Scape)
+    check_config(engine._config, *json_optimizer(engine), engine.client_optimizer)
+
+
+def check_config(config: Any, name: str | None, params: dict[str, Any], client: Any = None) -> None:
+    """Check the optimizer and, if it is ours, the settings of a DeepSpeed configuration.
+
+    Raises:
+        ScapeConfigError: names the keys, their values and the remedies.
+    """
+    ours = name in OPTIMIZER_NAMES or isinstance(client, Scape)
     refuse_all(
         [
-            *refusals_of(check_optimizer, name, params, engine.client_optimizer),
-            *(refusals_of(check_settings, engine._config) if ours else []),
+            *refusals_of(check_optimizer, name, params, client),
+            *(refusals_of(check_settings, config) if ours else []),
         ]
     )
 

@@ -87,7 +87,7 @@ def check_job(job: Job, findings: Findings) -> None:
         findings.refuse(f"--module {SWITCH}", "no script follows it", f"--module {SWITCH} train.py ...")
     if script is not None and not Path(script).is_file():
         findings.refuse(f"script {script}", "there is no such file here", "give its path as seen from this folder")
-    for path in configs(job.arguments):
+    for path in _configs(job.arguments):
         _check_config(path, findings)
 
 
@@ -120,7 +120,7 @@ def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
     Args:
         ranks: None before Slurm has given any, and the batch is not judged.
     """
-    for path in configs(job.arguments):
+    for path in _configs(job.arguments):
         _tell_unregistered(job, path, findings)
         if _optimizer(path) is None or path.resolve().parent == ROOT / "ds_configs":  # those are tested
             continue
@@ -177,7 +177,7 @@ def _importable(module: str) -> bool:
         sys.path[:] = before
 
 
-def configs(arguments: Sequence[str]) -> list[Path]:
+def _configs(arguments: Sequence[str]) -> list[Path]:
     """The files that arguments name as DeepSpeed configurations."""
     found = []
     for at, word in enumerate(arguments):
