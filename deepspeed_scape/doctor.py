@@ -26,13 +26,13 @@ from rich.table import Table
 
 from deepspeed_scape import build_locks
 from deepspeed_scape import document as documents
-from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options
+from deepspeed_scape.config import OPTIMIZER_NAMES, ScapeConfigError, ScapeOptions, parse_options, refuse_all
 from deepspeed_scape.initialize import check, rephrase, with_others
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Workload, predict_dense, predict_scape
 from deepspeed_scape.plan.units import count, show_bytes
-from deepspeed_scape.refuse import check_config
+from deepspeed_scape.refuse import check_config, refusals_of
 
 PACKAGES = (
     "deepspeed", "torch", "triton", "numba", "numpy", "pydantic", "mpi4py", "wandb", "transformers", "accelerate",
@@ -183,7 +183,8 @@ def refused(document: dict[str, Any], ranks: int | None) -> ScapeConfigError | N
         alone = {key: value for key, value in document.items() if key != "train_batch_size"}
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **alone})
         optimizer = document.get("optimizer", {})
-        check_config(config, optimizer.get("type"), optimizer.get("params") or {})
+        found = refusals_of(check_config, config, optimizer.get("type"), optimizer.get("params") or {})
+        refuse_all([*documents.missing_monitors(document), *found])
     except ScapeConfigError as error:
         return error
     except Exception as error:

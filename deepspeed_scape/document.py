@@ -117,8 +117,8 @@ def check(document: dict[str, Any], world_size: int | None) -> None:
     """
     forms = (_bad_names, _bad_auto, _bad_types)
     refuse_all(refusal for part in forms for refusal in part(document))
-    values = (older.ignored, older.unchecked, older.unlogged, _bad_monitors, _bad_numbers, _bad_optimizer,
-              _bad_precision, _bad_scheduler)  # fmt: skip
+    values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_optimizer, _bad_precision,
+              _bad_scheduler)  # fmt: skip
     batch = iter(()) if world_size is None else _bad_batch(document, world_size)
     refuse_all(chain(*(part(document) for part in values), batch))
 
@@ -183,7 +183,8 @@ def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
             yield name, document[name], "must be true or false", "set it to one of them, or remove it"
 
 
-def _bad_monitors(document: dict[str, Any]) -> Iterator[Refusal]:
+def missing_monitors(document: dict[str, Any]) -> Iterator[Refusal]:
+    """Monitors of a document that has passed ``check`` whose module this process cannot import. Rank 0 alone will."""
     for section, module in _MODULES.items():
         if document.get(section, {}).get("enabled") and find_spec(module) is None:
             yield f"{section}.enabled", True, f"{module} is not installed", f"pip install {module}, or set it to false"

@@ -10,9 +10,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from deepspeed_scape import document as documents
 from deepspeed_scape.config import (
     DENSE_NAMES,
     OPTIMIZER_NAMES,
@@ -49,6 +51,20 @@ def check_config(config: Any, name: str | None, params: dict[str, Any], client: 
             *(refusals_of(check_settings, config) if ours else []),
         ]
     )
+
+
+def check_monitors(engine: Any) -> None:
+    """Refuse on all ranks a monitor whose module rank 0 lacks; on the others, which do not use it, it may.
+
+    Raises:
+        ScapeConfigError: names the key and the remedy.
+    """
+    document = engine._config._param_dict
+    if not engine._config.monitor_config.enabled or not documents.is_ours(document, engine.client_optimizer):
+        return
+    found = [list(documents.missing_monitors(document))]
+    dist.broadcast_object_list(found, src=0)
+    refuse_all(found[0])
 
 
 def refusals_of(check: Callable[..., None], *given: Any) -> list[Refusal]:

@@ -32,7 +32,7 @@ from deepspeed_scape.config import DENSE_NAMES, OPTIMIZER_NAMES, ScapeConfigErro
 from deepspeed_scape.initialize import guarded
 from deepspeed_scape.monitor import StepMonitor
 from deepspeed_scape.optimizer import Scape
-from deepspeed_scape.refuse import check_engine, check_model, check_settings
+from deepspeed_scape.refuse import check_engine, check_model, check_monitors, check_settings
 from deepspeed_scape.zero import ScapeZeroOptimizer
 
 SUPPORTED = ">=0.16.9,<0.20"
@@ -43,6 +43,7 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
         engine_module.DeepSpeedEngine,
         (
             "_do_sanity_check",
+            "_set_distributed_vars",
             "_do_optimizer_sanity_check",
             "_configure_zero_optimizer",
             "save_checkpoint",
@@ -98,6 +99,7 @@ def register() -> None:
         if kind not in ZERO_SUPPORTED_OPTIMIZERS:
             ZERO_SUPPORTED_OPTIMIZERS.append(kind)
     _wrap("_do_sanity_check", _sanity_check)
+    _wrap("_set_distributed_vars", _distributed_vars)
     _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
     _wrap_initialize()
@@ -144,7 +146,12 @@ def _wrap_initialize() -> None:
 
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        return guarded(stock, signature.bind(*args, **kwargs))
+        try:
+            return guarded(stock, signature.bind(*args, **kwargs))
+        except ScapeConfigError as error:
+            if error.__cause__ is not None:  # an error of DeepSpeed's, of which we may have made the wrong sense
+                raise
+            raise error.with_traceback(None) from None  # the way to it through DeepSpeed's code helps nobody
 
     initialize.wrapped_by_scape = True  # type: ignore[attr-defined]
     deepspeed.initialize = initialize
@@ -162,6 +169,11 @@ def _where_ours(around: Callable[..., Any], elsewhere: Callable[..., Any] | None
 def _sanity_check(stock: Callable[..., Any], engine: Any) -> None:
     check_engine(engine)
     stock(engine)
+
+
+def _distributed_vars(stock: Callable[..., Any], engine: Any, args: Any) -> None:
+    stock(engine, args)
+    check_monitors(engine)  # not earlier: the ranks' devices are set only now
 
 
 def _optimizer_sanity_check(stock: Callable[..., Any], engine: Any, basic_optimizer: Any) -> Any:

@@ -20,6 +20,7 @@ CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 SWITCH = "deepspeed_scape.run"
 REFUSED = "Refused: "  # deepspeed_scape/doctor.py, whose import takes seconds
+PATIENCE_S = 120  # for such an import on a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +99,10 @@ def judge_options(job: Job, findings: Findings) -> None:
         return
     if Path(script).resolve() == PRETRAIN:
         places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        done = subprocess.run(
-            [sys.executable, "-m", "launch.options", *(word for word in job.arguments if word != script)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-m", "launch.options", *(word for word in job.arguments if word != script)]
+        done = _ask(command, "the options of this script", findings, PYTHONPATH=os.pathsep.join(places))
+        if done is None:
+            return
         _, error, said = done.stderr.rpartition("error: ")
         if done.returncode and error:
             findings.wrong.append(said.strip())
@@ -126,17 +124,30 @@ def judge_configs(job: Job, ranks: int | None, findings: Findings) -> None:
             continue
         command = [sys.executable, "-m", SWITCH, "--doctor", "--refusals", "--deepspeed_config", str(path)]
         command += [] if ranks is None else ["--ranks", str(ranks)]
-        try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            findings.tell("note", f"what {path} says was not judged: {error}")
+        if (done := _ask(command, f"what {path} says", findings)) is None:
             continue
         refused = [line.removeprefix(REFUSED) for line in done.stdout.split("\n") if line.startswith(REFUSED)]
         for line in refused:
             findings.wrong.append(f"{path}: {line}")
         if done.returncode and not refused:
             said = (done.stderr.strip() or done.stdout.strip() or "nothing").split("\n")[-1]
-            findings.tell("note", f"what {path} says was not judged: {said}")
+            findings.tell("note", f"what {path} says: not judged: {said}")
+
+
+def _ask(command: list[str], what: str, findings: Findings, **env: str) -> subprocess.CompletedProcess[str] | None:
+    """What a process of its own says; None, with a note that it was not judged, if it can't or takes too long."""
+    try:
+        return subprocess.run(
+            command,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        findings.tell("note", f"{what}: not judged: {error}")
+        return None
 
 
 def _optimizer(path: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,8 +111,26 @@ def refuse(rank: int) -> dict[str, str]:
     said["frozen"] = worker.error_of(lambda: tiny.start(tiny.config(), frozen, list(frozen.parameters())))
     said["scheduler"] = worker.error_of(lambda: half_frozen_with_scheduler())
     said["experts"] = worker.error_of(lambda: tiny.start(tiny.config(), expert_model()))
+    for lacking in (0, 1):
+        said[f"module on rank {lacking}"] = without_module(rank == lacking)
     said["pipeline"] = worker.error_of(lambda: tiny.start(tiny.config(stage=1), pipeline_model()))
     return said
+
+
+def without_module(lacks: bool) -> str:
+    """What is said where a rank lacks the module of a monitor that the JSON asks for."""
+    from deepspeed.runtime import engine
+
+    from deepspeed_scape import document
+    from tests.dist import tiny
+
+    find_spec, monitor = document.find_spec, engine.MonitorMaster
+    document.find_spec = lambda module: None if lacks else object()
+    engine.MonitorMaster = lambda config: SimpleNamespace(enabled=False)
+    try:
+        return worker.error_of(lambda: tiny.start(tiny.config(top={"comet": {"enabled": True}})).destroy())
+    finally:
+        document.find_spec, engine.MonitorMaster = find_spec, monitor
 
 
 def half_frozen_with_scheduler() -> Any:

@@ -53,6 +53,13 @@ def test_bad_model_or_optimizer_is_refused_alike_on_all_ranks(ranks: list[dict[s
     assert said[0].startswith("ScapeConfigError: ") and "Remedy: " in said[0]
 
 
+def test_a_monitors_module_is_needed_on_rank_0_alone(ranks: list[dict[str, Any]]) -> None:
+    """DeepSpeed imports it there only; a cluster may have it on its head node alone."""
+    for result in ranks:
+        assert "comet.enabled = True: comet_ml is not installed" in result["refused"]["module on rank 0"]
+        assert result["refused"]["module on rank 1"] == "nothing"
+
+
 def test_client_optimizer_of_ours_trains(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         ours, first, last = result["client"]

@@ -10,7 +10,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -68,7 +70,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "auto stage": ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage = 'auto'"),
     "auto offload": ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
                      "zero_optimization.offload_optimizer.device = 'auto'"),
-    "monitor": ({"comet": {"enabled": True}}, "comet.enabled = True: comet_ml is not installed. Remedy: pip"),
     "tensor": ({"tensor_parallel": {"autotp_size": "x"}}, "tensor_parallel.autotp_size = 'x'"),
 }  # fmt: skip
 
@@ -80,6 +81,20 @@ def test_bad_documents_are_refused_by_key(name: str) -> None:
     with pytest.raises(ScapeConfigError) as error:
         document.check({**GOOD, **change}, 2)
     assert said in str(error.value) and "Remedy: " in str(error.value)
+
+
+def test_modules_of_monitors_are_looked_for() -> None:
+    asked = {**GOOD, "comet": {"enabled": True}, "csv_monitor": {"enabled": True}, "wandb": {"enabled": False}}
+    document.check(asked, 2)  # which is the same on every rank; modules need not be
+    (refusal,) = document.missing_monitors(asked)
+    assert refusal[:3] == ("comet.enabled", True, "comet_ml is not installed")
+
+
+def test_a_refusal_is_told_without_the_way_through_deepspeed() -> None:
+    """Every rank prints its traceback: the script's own line, and ours."""
+    with pytest.raises(ScapeConfigError) as error:
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**GOOD, "gradient_clipping": -1})
+    assert len(error.traceback) == 2 and error.value.__suppress_context__
 
 
 def test_all_mistakes_are_told_at_once_each_key_once() -> None:

@@ -20,7 +20,7 @@ from launch.preflight import remote
 from launch.preflight.environment import check_asked_interface
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import Host
-from launch.preflight.job import REFUSED, ROOT, check_job, count_gpus, judge_configs, judge_options, make_job
+from launch.preflight.job import PRETRAIN, REFUSED, ROOT, check_job, count_gpus, judge_configs, judge_options, make_job
 from launch.preflight.programs import find_deepspeed, find_mpirun, need
 from launch.preflight.remote import Question, check_nodes
 from launch.preflight.rendezvous import Rendezvous
@@ -185,11 +185,29 @@ def test_a_json_that_cannot_be_judged_is_told_and_others_cost_no_time(monkeypatc
     Path("mine.json").write_text('{"optimizer": {"type": "AdamS"}}')
     findings = Findings()
     judge_configs(make_job(None, ["train.py", "--deepspeed", "mine.json"]), 2, findings)
-    assert findings.told == [("note", "what mine.json says was not judged: No module named deepspeed_scape")]
+    assert findings.told == [("note", "what mine.json says: not judged: No module named deepspeed_scape")]
     for words in (["train.py", "--deepspeed", "ok.json"], ["train.py", "--deepspeed", "broken.json"], []):
         findings = Findings()
         judge_configs(make_job(None, words), 2, findings)
         assert findings.told == [] and findings.wrong == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_takes_too_long_is_told_as_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], timeout: float, **given: object) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    Path("mine.json").write_text('{"optimizer": {"type": "AdamS"}}')
+    job = make_job(None, [str(PRETRAIN), "--deepspeed", "mine.json"])
+    for judge, what in (
+        (lambda f: judge_options(job, f), "the options"),
+        (lambda f: judge_configs(job, 2, f), "what "),
+    ):
+        findings = Findings()
+        judge(findings)
+        assert findings.wrong == [] and len(findings.told) == 1
+        assert findings.told[0][1].startswith(what) and "not judged" in findings.told[0][1]
 
 
 def test_the_package_begins_a_refusal_as_the_preflight_expects() -> None:
