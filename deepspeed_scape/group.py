@@ -20,6 +20,7 @@ from deepspeed_scape.host_residual import residual_for
 from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import LastThreshold, Moments, select
+from deepspeed_scape.pages import zeros
 from deepspeed_scape.residual import Residual, scatter_params
 
 
@@ -56,7 +57,7 @@ class ScapeGroup:
         self.estimate: Tensor | None = None  # (S,) fp32: of the mean residual, from ballots, until the mask is made
         device = flat.device
         self.residual: Residual = residual_for(layout, options, rank, device)
-        self.last = torch.zeros(layout.partition_size, dtype=torch.int32, device=device)
+        self.last = zeros(layout.partition_size, torch.int32, device)
         self.threshold = LastThreshold()
         self.decay = DecayHistory(device)
         self.visits: Tensor | None = None  # (S,) int32: steps in which an element was synchronised, where counted

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from deepspeed_scape.config import ScapeConfigError, ScapeOptions
 from deepspeed_scape.layout import GroupLayout
+from deepspeed_scape.pages import zeros
 from deepspeed_scape.residual import DeviceResidual, Residual, pack, pack_bucket, prepare_accumulate, sum_squares
 from deepspeed_scape.staging import Staging
 
@@ -80,7 +81,7 @@ class HostResidual:
 
     def __init__(self, layout: GroupLayout, dtype: torch.dtype, rank: int, device: torch.device) -> None:
         self.layout, self.rank = layout, rank
-        self.own = torch.zeros(layout.partition_size, dtype=dtype, device=device)
+        self.own = zeros(layout.partition_size, dtype, device)
         self.buckets = _make_buckets(layout, dtype, rank, pinned=device.type == "cuda")
         self.staging = Staging(device)
         self._waiting: list[Waiting] = []  # not in the buckets yet

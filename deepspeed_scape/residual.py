@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
+from deepspeed_scape.pages import zeros
 
 CHUNK = 65536  # elements; on a CPU a pass in pieces of this size finds its buffers in the L2 cache
 
@@ -49,7 +50,7 @@ class DeviceResidual:
 
     def __init__(self, layout: GroupLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.partition_size = layout.partition_size
-        self.values = torch.zeros(layout.numel, dtype=dtype, device=device)  # (P,)
+        self.values = zeros(layout.numel, dtype, device)  # (P,)
 
     def accumulate(self, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         accumulate(self.values, grads, starts, scale)

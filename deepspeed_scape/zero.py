@@ -32,6 +32,7 @@ from deepspeed_scape.layout import group_layout, locate
 from deepspeed_scape.monitor import StepMonitor, collect_stats, sent_share
 from deepspeed_scape.norms import GradientNorms
 from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.pages import zeros
 from deepspeed_scape.replicas import check_replicas
 from deepspeed_scape.residual import sum_squares
 from deepspeed_scape.stopwatch import Stopwatch
@@ -98,8 +99,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         for master in self.single_partition_of_fp32_groups:
             self.optimizer.state[master] = {
                 "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(master.data),
-                "exp_avg_sq": torch.zeros_like(master.data),
+                "exp_avg": zeros(master.numel(), master.dtype, master.device),
+                "exp_avg_sq": zeros(master.numel(), master.dtype, master.device),
             }
 
     def setup_buckets(self) -> None:

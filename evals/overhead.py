@@ -30,6 +30,7 @@ from deepspeed_scape.encoding import encode_mask
 from deepspeed_scape.group import ScapeGroup
 from deepspeed_scape.layout import ParamSlot, group_layout
 from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.pages import zeros
 from deepspeed_scape.residual import sum_squares
 from deepspeed_scape.stopwatch import Stopwatch
 from evals.provenance import provenance
@@ -56,7 +57,8 @@ def group_of(sizes: list[tuple[str, int]], sparsity: float, world: int) -> Scape
     layout = group_layout(tuple(slots), numel, world, options)
     master = torch.zeros(layout.partition_size)
     optimizer = Scape([master], **options.model_dump())
-    optimizer.state[master] = {"step": torch.zeros(()), "exp_avg": master.clone(), "exp_avg_sq": master.clone()}
+    moments = {name: zeros(master.numel(), master.dtype, master.device) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[master] = {"step": torch.zeros(()), **moments}
     return ScapeGroup(
         layout=layout,
         options=options,

@@ -28,7 +28,10 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", FATAL)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in ("ended", "raises") else []) for kind in FATAL],
+)  # to the other ranks those two are as one that was killed
 @pytest.mark.parametrize(
     ("world", "victim"),
     [

@@ -18,7 +18,9 @@ SCRIPT = Path(__file__).with_name("rank_launch_helper.py")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "world_size"), [("direct", 3), ("deepspeed", 2), ("torchrun", 2)], ids=lambda v: str(v)
+    ("launcher", "world_size"),
+    [pytest.param("direct", 3, marks=pytest.mark.slow), ("deepspeed", 2), ("torchrun", 2)],  # most tests use direct
+    ids=lambda v: str(v),
 )
 def test_every_launcher_runs_the_ranks(launcher, world_size):
     results = run_ranks(SCRIPT, world_size, ["ok", "--x=1"], launcher=launcher)
@@ -39,7 +41,10 @@ def test_a_module_in_a_network_namespace():
     assert 2 * 12 <= results[0]["bytes"] < 100_000  # two ranks' three floats, and little else
 
 
-@pytest.mark.parametrize(("launcher", "timeout"), [("direct", 5), ("torchrun", 25)], ids=["direct", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "timeout"),
+    [pytest.param("direct", 5, id="direct"), pytest.param("torchrun", 25, id="torchrun", marks=pytest.mark.slow)],
+)
 def test_a_hanging_rank_is_killed_in_time(launcher, timeout):
     start = time.monotonic()
     with pytest.raises(RanksFailed, match=f"timed out after {timeout} s") as failure:

@@ -76,7 +76,11 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert "### 2 hosts" in text and "| SCAPE 90%, ZeRO-2 |" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],  # SIGTERM goes SIGINT's way
+    ids=lambda n: n.name,
+)
 def test_no_end_leaves_anything_behind(tmp_path: Path, number: signal.Signals) -> None:
     before = holders_and_ranks()
     process = start(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import uuid
@@ -77,11 +78,11 @@ def runs(folder: Path) -> dict[str, Any]:
         "cosine",
     ]
     common += ["--set", "gradient_accumulation_steps=2", "--lr-warmup", 3, "--eval-every", 5]
-    done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, "--wandb", "--diagnose-every", 4)}
-    # the schedule runs to --steps, so the first half is a run of 10 that is stopped by its save at 5
-    done["first"] = pretrain(folder / "halves", *common, "--steps", 10, "--save-every", 5)
-    kept = folder / "halves" / "checkpoints"
-    (kept / "latest").write_text("step5")  # as if it had been killed after the first save
+    more = ["--save-every", 5, "--wandb", "--diagnose-every", 4]
+    done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, *more)}
+    # the schedule runs to --steps, so the first half is the same run as if it had been killed after its save at 5
+    shutil.copytree(folder / "whole", folder / "halves", ignore=shutil.ignore_patterns("wandb"))
+    (folder / "halves" / "checkpoints" / "latest").write_text("step5")
     done["second"] = pretrain(folder / "halves", *common, "--steps", 10, "--save-every", 10, module=True)
     return done
 
