@@ -5,6 +5,9 @@ The exact top-K of a large partition is ``mask.select``'s own affair: it ranks f
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +22,6 @@ from deepspeed_scape.kernels.naive import (
     pack_bucket,
     prepare_accumulate,
     scatter_params,
-    sum_squares,
     top_k,
 )
 
@@ -36,6 +38,15 @@ __all__ = [
     "top_k",
     "update",
 ]
+
+
+def sum_squares(grads: Sequence[Tensor]) -> Tensor:
+    flat = [grad.detach().reshape(-1) for grad in grads]
+    loops = loops_for(*flat) if all(grad.dtype == torch.float32 for grad in flat) else None
+    if loops is None:
+        return naive.sum_squares(grads)
+    total = sum(loops.sum_squares(grad.numpy()) for grad in flat)
+    return torch.tensor(total, dtype=torch.float64) if math.isfinite(total) else naive.wide_sum_squares(grads)
 
 
 def pack(residual: Tensor, position: Tensor | None, out: Tensor) -> None:

@@ -30,6 +30,11 @@ def sum_squares(grads: Sequence[Tensor]) -> Tensor:
         total = torch.cat(sums).sum(dtype=torch.float64)
         if torch.isfinite(total):
             return total
+    return wide_sum_squares(grads)
+
+
+def wide_sum_squares(grads: Sequence[Tensor]) -> Tensor:
+    """In fp64 throughout."""
     squares = [torch.linalg.vector_norm(grad.reshape(-1), dtype=torch.float64).square() for grad in grads]
     return torch.stack(squares).sum()
 

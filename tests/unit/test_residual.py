@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepspeed_scape import kernels
 from deepspeed_scape.residual import CHUNK, accumulate, pack, scatter_params, sum_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -59,6 +60,14 @@ def test_scatter_writes_only_the_gathered_places() -> None:
     assert flat.tolist() == [1.0] * 8
 
 
+@pytest.fixture(params=["compiled", "torch"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both forms of a CPU's pass."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "_compiled_loops", lambda: None)
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_squares(dtype: torch.dtype) -> None:
     grads = [torch.randn(CHUNK * 2 + 5).to(dtype), torch.randn(3, 5).to(dtype), torch.zeros(0).to(dtype)]
@@ -66,12 +75,16 @@ def test_sum_squares(dtype: torch.dtype) -> None:
     assert float(sum_squares(grads)) == pytest.approx(expected, rel=1e-5)  # fp32 dot products of 65,536
     assert float(sum_squares([])) == 0.0
     assert float(sum_squares([torch.zeros(0).to(dtype)])) == 0.0
+    turned = torch.randn(300, 7, requires_grad=True).t()
+    assert float(sum_squares([turned])) == pytest.approx(float(turned.detach().double().square().sum()), rel=1e-5)
 
 
+@pytest.mark.usefixtures("form")
 def test_large_finite_gradients_are_finite() -> None:
     assert float(sum_squares([torch.full((4,), 1e30)])) == pytest.approx(4e60, rel=1e-6)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, CHUNK, 2 * CHUNK + 1])
 def test_one_bad_element_is_not_missed(bad: float, place: int) -> None:
