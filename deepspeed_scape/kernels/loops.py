@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 ONE = np.float32(1)
 WORD = 64  # elements whose comparisons make one machine word
 AHEAD = 64  # elements whose cache lines are fetched before they are worked on
-SQUARED = 4096  # elements whose squares are summed in fp32: an eighth of them or less by one lane of a SIMD register
+SQUARED = 4096  # elements whose squares are summed in fp32, by the 8 or more lanes of a SIMD register
 
 
 @njit(cache=True, error_model="numpy", fastmath={"reassoc"})  # any order: else one addition would wait for the other
