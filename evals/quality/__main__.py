@@ -86,9 +86,14 @@ def _remaining(entry: Entry, results: Results, counted: set[str]) -> tuple[str, 
 def write_tables(groups: list[str]) -> None:
     """evals/results/quality.md, and the same on the screen."""
     results = Results()
-    parts = []
+    parts, waiting = [], []
     for group in groups:
-        parts += [f"## {group}", "", *group_table(group, results), ""]
+        if any(results.finals(entry) for entry in GROUPS[group]):
+            parts += [f"## {group}", "", *group_table(group, results), ""]
+        else:
+            waiting.append(group)
+    if waiting:
+        parts += [f"No seed finished yet: {', '.join(waiting)} (`python -m evals.quality --plan`).", ""]
     text = "\n".join(["# Quality: `python -m evals.quality --table`", "", *parts])
     write(REPORT, text)
     print(text)

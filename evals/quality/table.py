@@ -70,12 +70,16 @@ def _row(entry: Entry, entries: list[Entry], results: Results) -> str:
         entry.name,
         _rates(entry, chosen, results),
         _mean(list(by_seed.values())),
-        "" if gap is None else f"{gap.mean:+.4f} ± {gap.error:.4f} ({gap.share:+.2%})",
+        "" if gap is None else "the reference" if reference is entry else _gap(gap),
         f"{finals[0]['visits_expected']:,.0f}" if finals else "",
         f"{finals[0]['visits']['never']:.1%}" if finals and finals[0]["visits"] else "",
         f"{finals[0]['bytes_per_step']:,.0f}" if finals and finals[0]["bytes_per_step"] else "",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _gap(gap: Difference) -> str:
+    return f"{gap.mean:+.4f} ± {gap.error:.4f} ({gap.share:+.2%})"
 
 
 def _rates(entry: Entry, chosen: float | None, results: Results) -> str:

@@ -142,6 +142,21 @@ def test_table_names_the_better_dense_method(tmp_path: Path) -> None:
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
+def test_groups_without_a_finished_seed_are_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(command, "Results", lambda: Results(tmp_path / "runs"))
+    monkeypatch.setattr(command, "REPORT", tmp_path / "quality.md")
+    for place, loss in {-1: 3.1, 0: 3.0, 1: 3.1}.items():
+        finish(tmp_path / "runs", GROUPS["main"][0].run(rate(2e-3, place), TUNING_SEED), loss)
+    command.write_tables(list(GROUPS))
+    assert f"No seed finished yet: {', '.join(GROUPS)} (" in (tmp_path / "quality.md").read_text()
+    finish(tmp_path / "runs", GROUPS["main"][0].run(2e-3, 1), 3.0)
+    command.write_tables(list(GROUPS))
+    text = (tmp_path / "quality.md").read_text()
+    assert "## main\n" in text and "## world" not in text and f"yet: {', '.join(list(GROUPS)[1:])} (" in text
+    assert "| AdamW | 0.002 (" in text and "| the reference |" in text
+
+
 def test_plan_counts_a_run_that_two_groups_share_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "Results", lambda: Results(tmp_path))
     alone = command.plan(["ablations"], 2)
