@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
             run.log(record(step))
         run.finish({"steps": STEPS, "final_val_loss": 0.02, "diverged": False})
     (log,) = folder.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while not read_wandb(log).finished and time.monotonic() < deadline:  # wandb's own process may still be writing
+        time.sleep(0.1)
     return log
 
 
