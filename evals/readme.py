@@ -89,7 +89,10 @@ def quality() -> str:
         f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
         "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
     )
-    return "\n".join(group_table("main", results)) + f"\n\n{note}"
+    done = {f"| {entry.name} |" for entry in GROUPS["main"] if results.finals(entry)}
+    head, rule, *rows = group_table("main", results)
+    shown = [row for row in rows if any(row.startswith(name) for name in done)]
+    return "\n".join([head, rule, *shown]) + f"\n\n{note}"
 
 
 def network() -> str:
