@@ -76,8 +76,9 @@ def first_result() -> str:
 def quality() -> str:
     """The main group of evals.quality, three seeds, once a seed of SCAPE has finished."""
     results = Results()
-    runs = [run for entry in GROUPS["main"] for run in results.finals(entry)]
-    if not any("SCAPE" in run["spec"]["method"] for run in runs):
+    finished = [results.finals(entry) for entry in GROUPS["main"]]
+    runs = [run for finals in finished for run in finals]
+    if all(entry.dense for entry, finals in zip(GROUPS["main"], finished, strict=True) if finals):
         begun = "; what has finished: [evals/results/quality.md](evals/results/quality.md)" if runs else ""
         return f"Over three seeds: not measured yet (`python -m evals.quality --corpus FOLDER`, a night){begun}."
     commits = sorted({run["provenance"]["commit"] for run in runs})
@@ -89,9 +90,8 @@ def quality() -> str:
         f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
         "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
     )
-    done = {f"| {entry.name} |" for entry in GROUPS["main"] if results.finals(entry)}
     head, rule, *rows = group_table("main", results)
-    shown = [row for row in rows if any(row.startswith(name) for name in done)]
+    shown = [row for row, finals in zip(rows, finished, strict=True) if finals]
     return "\n".join([head, rule, *shown]) + f"\n\n{note}"
 
 
