@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     document, left = documents.without_autos(document)
     refusal = refused(document, args.ranks)
     if refusal is not None:
-        for line in str(refusal).split("\n"):
+        for line in str(documents.as_written(refusal, args.deepspeed_config)).split("\n"):
             console.print(f"{REFUSED}{line}", style="bold red", markup=False)
         return 1
     if args.refusals:

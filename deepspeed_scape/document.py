@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from deepspeed_scape.config import (
     OPTIMIZER_NAMES,
     UNMISTAKABLE,
     Refusal,
+    ScapeConfigError,
     auto_remedy,
     refuse_all,
 )
@@ -70,6 +72,30 @@ def _load(path: str | os.PathLike[str]) -> Any:
     if not text.strip():
         raise ValueError("the file is empty")  # which hjson takes for an empty object
     return hjson.loads(text)
+
+
+def as_written(error: ScapeConfigError, config: Any) -> ScapeConfigError:
+    """The error with values as the file has them: hjson, by which DeepSpeed reads it, makes 1 of 1.0."""
+    if not isinstance(config, str | os.PathLike):
+        return error
+    try:
+        with open(config) as file:
+            plain = json.load(file)
+    except (OSError, ValueError):  # comments, and what else hjson allows
+        return error
+    told: list[Refusal] = []
+    for key, value, problem, remedy in error.refusals:
+        written = value_at(plain, key)
+        told.append((key, written if written == value else value, problem, remedy))
+    return ScapeConfigError(*told[0], others=told[1:])
+
+
+def value_at(document: Any, key: str) -> Any:
+    """What a document holds at ``section.key``; None for nothing."""
+    node = document
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def fault(config: Any) -> str | None:

@@ -6,6 +6,7 @@ a pydantic error or worse, is said again with key, value and remedy.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import os
@@ -15,13 +16,15 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
 from deepspeed_scape import document as documents
-from deepspeed_scape.config import Refusal, ScapeConfigError
+from deepspeed_scape.config import OPTIMIZER_NAMES, Refusal, ScapeConfigError
 from deepspeed_scape.monitor import tell_wandb
-from deepspeed_scape.refuse import refusals_beside
+from deepspeed_scape.optimizer import Scape
+from deepspeed_scape.refuse import check_optimizer, check_settings, refusals_of
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -44,6 +47,14 @@ def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if config is None:
         config = getattr(given.get("args"), "deepspeed_config", None)
+    try:
+        return _guarded(stock, arguments, config)
+    except ScapeConfigError as error:
+        raise documents.as_written(error, config) from error.__cause__
+
+
+def _guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments, config: Any) -> Any:
+    given = arguments.arguments
     document = documents.read(config)
     if document is None and (problem := documents.fault(config)) is not None:
         raise ScapeConfigError("DeepSpeed configuration", str(config), problem, "correct that file")
@@ -83,9 +94,51 @@ def check(document: dict[str, Any], world_size: int | None, client: Any = None) 
 
 def with_others(error: ScapeConfigError, document: dict[str, Any], client: Any = None) -> ScapeConfigError:
     """The error with what else is wrong with the document, of each key what came first."""
-    known = {key for key, *_ in error.refusals}
-    others = [refusal for refusal in refusals_beside(document, error.refusals, client) if refusal[0] not in known]
-    return ScapeConfigError(*error.refusals[0], others=[*error.refusals[1:], *others])
+    first: dict[str, Refusal] = {}
+    for refusal in (*error.refusals, *_refusals_beside(document, error.refusals, client)):
+        first.setdefault(refusal[0], refusal)
+    told, *others = first.values()
+    return ScapeConfigError(*told, others=others)
+
+
+def _refusals_beside(document: dict[str, Any], refused: list[Refusal], client: Any) -> Iterator[Refusal]:
+    """What else is wrong: DeepSpeed, which stops at a mistake, is asked again without it until it takes the rest."""
+    optimizer = document.get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, dict) else {}
+    name, params = optimizer.get("type"), optimizer.get("params") or {}
+    if isinstance(name, str) and isinstance(params, dict):
+        yield from refusals_of(check_optimizer, name, params, client)
+    apart = ("optimizer", "scheduler", "train_batch_size", "elasticity")  # which allows no batch size beside it
+    rest = copy.deepcopy({key: value for key, value in document.items() if key not in apart})
+    for key, *_ in refused:
+        _remove(rest, key)
+    while True:
+        try:
+            config = DeepSpeedConfig({**copy.deepcopy(rest), "train_micro_batch_size_per_gpu": 1})
+            break
+        except Exception as error:
+            ours = rephrase(error, rest)
+            refusals = [] if ours is None else ours.refusals
+            removed = [_remove(rest, key) for key, *_ in refusals]
+            if not any(removed):
+                return  # it says so itself, once what is known is in order
+            yield from refusals
+    if name in OPTIMIZER_NAMES or isinstance(client, Scape):
+        yield from refusals_of(check_settings, config)
+
+
+def _remove(document: dict[str, Any], key: str) -> bool:
+    """Take out a key, or the section that should hold it. Returns whether it was there."""
+    section, _, name = key.rpartition(".")
+    node = documents.value_at(document, section) if section else document
+    if not (isinstance(node, dict) and name in node):
+        node, name = document, key.partition(".")[0]
+    if name not in node:
+        return False
+    del node[name]
+    if key.partition(".")[0] == "zero_optimization":  # DeepSpeed's default, 0, would be refused
+        document.setdefault("zero_optimization", {}).setdefault("stage", 2)
+    return True
 
 
 def _world_size(mpu: Any) -> int:
@@ -125,7 +178,8 @@ def rephrase(error: Exception, document: dict[str, Any]) -> ScapeConfigError | N
     key = max((name for name in _names(document) if name.rpartition(".")[2] in text), key=len, default="")
     if not key:
         return ScapeConfigError("configuration", "as given", f"DeepSpeed refuses it: {text}", "change what it names")
-    return ScapeConfigError(key, _value(document, key), f"DeepSpeed refuses it: {text}", "correct it or remove it")
+    value = documents.value_at(document, key)
+    return ScapeConfigError(key, value, f"DeepSpeed refuses it: {text}", "correct it or remove it")
 
 
 def _refusals_of(error: ValidationError) -> Iterator[Refusal]:
@@ -164,10 +218,3 @@ def _names(node: Any, where: str = "") -> Iterator[str]:
             path = f"{where}.{name}".lstrip(".")
             yield path
             yield from _names(value, path)
-
-
-def _value(document: dict[str, Any], key: str) -> Any:
-    node: Any = document
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from deepspeed_scape import document as documents
@@ -74,30 +73,6 @@ def refusals_of(check: Callable[..., None], *given: Any) -> list[Refusal]:
     except ScapeConfigError as error:
         return error.refusals
     return []
-
-
-def refusals_beside(document: dict[str, Any], refused: list[Refusal], client: Any = None) -> list[Refusal]:
-    """What else is wrong with a document of which something is refused, so that all can be told at once.
-
-    Args:
-        document: as the user wrote it.
-        refused: what is known; DeepSpeed is asked about the rest of the document alone.
-        client: the optimizer that the script passes.
-    """
-    optimizer = document.get("optimizer")
-    optimizer = optimizer if isinstance(optimizer, dict) else {}
-    name, params = optimizer.get("type"), optimizer.get("params") or {}
-    found: list[Refusal] = []
-    if isinstance(name, str) and isinstance(params, dict):
-        found += refusals_of(check_optimizer, name, params, client)
-    bad = {key.partition(".")[0] for key, *_ in refused} | {"optimizer", "scheduler", "train_batch_size"}
-    rest = {key: value for key, value in document.items() if key not in bad}
-    try:
-        config = DeepSpeedConfig({**rest, "train_micro_batch_size_per_gpu": 1})
-    except Exception:  # it says so itself, once the rest is in order
-        return found
-    wanted = name in OPTIMIZER_NAMES or isinstance(client, Scape)
-    return found + (refusals_of(check_settings, config) if wanted and "zero_optimization" not in bad else [])
 
 
 def check_optimizer(name: str | None, params: dict[str, Any], client: Any = None) -> None:

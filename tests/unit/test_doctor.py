@@ -119,7 +119,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     config.write_text(json.dumps(several))
     said = ask("--deepspeed_config", str(config), "--refusals")[1]
     assert "DeepSpeed knows no such key. Remedy: write overlap_comm." in said
-    keys = ["zero_optimization.overlap_com", "optimizer.params.lr"]
+    keys = ["zero_optimization.overlap_com", "optimizer.params.lr", "zero_optimization.stage"]
     assert [line.split(" = ")[0] for line in said.splitlines()] == [doctor.REFUSED + k for k in keys]
     config.write_text(json.dumps(document(train_batch_size=12)))
     assert ask("--deepspeed_config", str(config), "--refusals") == (0, "")  # nobody has said how many ranks

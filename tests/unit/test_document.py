@@ -293,3 +293,39 @@ def test_what_else_is_wrong_is_told_with_the_first() -> None:
     assert remedies["optimizer.params.ballots"] == "write true without quotes"
     assert len(remedies) == 5
     initialize.check({**bad, "gradient_clipping": 1.0}, 2)  # left to the engine, which knows what DeepSpeed makes of it
+
+
+def test_deepspeed_is_asked_until_nothing_more_is_found() -> None:
+    """It stops at its first mistake, and reads no further section; what only the engine refuses comes after all."""
+    zero = {"stage": 3, "overlap_com": True, "allgather_bucket_size": "x"}
+    bad = {**GOOD, "zero_optimization": zero, "fp16": {"loss_scal": 1}, "communication_data_type": "fp16"}
+    first = ScapeConfigError("train_batch_size", 7, "does not go", "change it")
+    told = {key: value for key, value, *_ in initialize.with_others(first, bad).refusals}
+    assert told == {
+        "train_batch_size": 7,
+        "zero_optimization.overlap_com": True,
+        "zero_optimization.allgather_bucket_size": "x",
+        "fp16.loss_scal": 1,
+        "zero_optimization.stage": 3,
+        "communication_data_type": "fp16",
+    }
+
+
+@pytest.mark.parametrize("zero", ["x", {"stag": 2}, {"stage": None}, {"stage": "x"}])
+def test_a_stage_that_is_refused_is_not_refused_again_as_deepspeeds_default(zero: Any) -> None:
+    bad = {**GOOD, "zero_optimization": zero, "gradient_clipping": -1}
+    with pytest.raises(ScapeConfigError) as error:
+        initialize.check(bad, 2)
+    assert len([key for key, *_ in error.value.refusals if key.startswith("zero_optimization")]) == 1
+
+
+def test_values_are_told_as_the_file_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    written = {**GOOD, "optimizer": {"type": "SCAPE", "params": {"sparsity": 1.0}}, "gradient_clipping": -2.0}
+    path.write_text(json.dumps(written))
+    stock = inspect.signature(lambda config: None)
+    with pytest.raises(ScapeConfigError, match=r"gradient_clipping = -2\.0: (.|\n)*params\.sparsity = 1\.0: "):
+        initialize.guarded(lambda config: None, stock.bind(config=str(path)))
+    path.write_text("# hjson\n" + json.dumps(written))
+    with pytest.raises(ScapeConfigError, match="gradient_clipping = -2: "):
+        initialize.guarded(lambda config: None, stock.bind(config=str(path)))
