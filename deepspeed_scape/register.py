@@ -7,6 +7,7 @@
 - ``save_checkpoint`` and ``load_checkpoint`` are made atomic (``saving.py``) where the optimizer is ours.
 - ``_do_sanity_check`` is the first place where the engine knows its configuration: bad options stop there.
 - ``deepspeed.initialize`` is where everything begins: what is wrong with the JSON is said there (``initialize.py``).
+- ``OpBuilder.jit_load`` compiles an extension at its first use, minutes on CPUs, in silence: it is announced there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -56,6 +59,7 @@ _NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
         ),
     ),
     "deepspeed.runtime.engine": (engine_module, ("DeepSpeedZeroOptimizer",)),
+    "OpBuilder": (OpBuilder, ("jit_load",)),
     "DeepSpeedZeroOptimizer": (
         DeepSpeedZeroOptimizer,
         (
@@ -87,7 +91,7 @@ def register() -> None:
         ImportError: this DeepSpeed lacks a name that we override.
     """
     check_internals()
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not hasattr(torch.optim, OPTIMIZER_NAMES[0]):  # said once
+    if _speaks() and not hasattr(torch.optim, OPTIMIZER_NAMES[0]):  # said once
         for path in build_locks.left_behind():
             if path.parent.name == build_locks.NEEDED and "--doctor" not in sys.orig_argv:  # which tells them all
                 logger.warning(f"SCAPE: {build_locks.complaint(path)}")
@@ -102,6 +106,7 @@ def register() -> None:
     _wrap("_set_distributed_vars", _distributed_vars)
     _wrap("_do_optimizer_sanity_check", _optimizer_sanity_check)
     _wrap("_configure_zero_optimizer", _configure_zero_optimizer)
+    _wrap("jit_load", _announced, OpBuilder)
     _wrap_initialize()
     _wrap("save_checkpoint", _where_ours(saving.save_checkpoint))
     _wrap("load_checkpoint", _where_ours(saving.load_checkpoint, saving.refuse_ours))
@@ -123,10 +128,9 @@ def check_internals() -> None:
         )
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(stock, engine, ...)`` in the place of an engine method, once."""
-    engine = engine_module.DeepSpeedEngine
-    stock = getattr(engine, name)
+def _wrap(name: str, around: Callable[..., Any], owner: Any = engine_module.DeepSpeedEngine) -> None:
+    """Put ``around(stock, self, ...)`` in the place of a method, once."""
+    stock = getattr(owner, name)
     if getattr(stock, "wrapped_by_scape", False):
         return
 
@@ -135,7 +139,7 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
         return around(stock, self, *args, **kwargs)
 
     method.wrapped_by_scape = True  # type: ignore[attr-defined]
-    setattr(engine, name, method)
+    setattr(owner, name, method)
 
 
 def _wrap_initialize() -> None:
@@ -155,6 +159,17 @@ def _wrap_initialize() -> None:
 
     initialize.wrapped_by_scape = True  # type: ignore[attr-defined]
     deepspeed.initialize = initialize
+
+
+def _speaks() -> bool:
+    """Whether this process tells what is the same for all of this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _announced(stock: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
+    if _speaks() and get_accelerator().device_name() == "cpu" and not build_locks.is_built(builder.name):
+        logger.warning(f"SCAPE: {build_locks.to_come(builder.name)}")
+    return stock(builder, *args, **kwargs)
 
 
 def _where_ours(around: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
