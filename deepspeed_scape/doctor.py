@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import math
+import os
 import platform
 import shutil
 import subprocess
@@ -38,14 +39,14 @@ PACKAGES = (
     "deepspeed", "torch", "triton", "numba", "numpy", "pydantic", "mpi4py", "wandb", "transformers", "accelerate",
 )  # fmt: skip
 LAUNCHERS = ("pdsh", "ssh", "mpirun", "srun")
-RANKS = 8  # of the costs, where none are given
+PARAMS, RANKS = 10**9, 8  # of the costs, where none are given
 REFUSED = "Refused: "  # begins each line of a refusal, which launch/preflight looks for
 PATIENCE = 30  # seconds for a program that only says its version
 
 
 def main(arguments: list[str]) -> int:
     """Print the report. Returns the exit status."""
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     console = Console(soft_wrap=True, highlight=False)
     if not args.refusals:
         show_pairs(console, "Versions", versions())
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
         return 0
     document = documents.read(args.deepspeed_config)
     if document is None:
-        console.print(f"{args.deepspeed_config}: {documents.fault(args.deepspeed_config) or 'no such file'}")
+        console.print(f"{args.deepspeed_config}: {_fault(args.deepspeed_config)}", markup=False)
         return 1
     document, left = documents.without_autos(document)
     refusal = refused(document, args.ranks)
@@ -69,12 +70,31 @@ def main(arguments: list[str]) -> int:
         console.print(told, markup=False)
     if (options := scape_options(document)) is None:
         console.print(f"{args.deepspeed_config}: accepted; it does not ask for SCAPE, so DeepSpeed alone decides")
+        if args.params is not None:
+            console.print("--params: no costs are told, they are SCAPE's")
         return 0
     console.print(f"{args.deepspeed_config}: accepted\n")
     shown = [(name, "auto" if f"optimizer.params.{name}" in left else str(value)) for name, value in options]
     show_pairs(console, "SCAPE", shown)
-    show_costs(console, document, options, args.params, args.ranks or RANKS)
+    show_costs(console, document, options, args.params or PARAMS, args.ranks or RANKS)
     return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.deepspeed_config is None:
+        given = [f"--{name}" for name in ("params", "ranks", "refusals") if getattr(args, name)]
+        if given:
+            parser.error(f"{', '.join(given)}: of what a JSON would do; name it by --deepspeed_config")
+    return args
+
+
+def _fault(path: str) -> str:
+    """Why there is no document in a file of that name."""
+    if os.path.isdir(path):
+        return "is a folder; give the JSON file itself"
+    return documents.fault(path) or "no such file"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--deepspeed_config", "--deepspeed-config", metavar="JSON", help="what would it do?")
-    parser.add_argument("--params", type=_number, default=10**9, help="of the model: 1.8e9, 500M (default: 1e9)")
+    parser.add_argument("--params", type=_number, help="of the model: 1.8e9, 500M (default: 1e9)")
     text = f"data-parallel ranks (default: {RANKS} for the costs, and no word on train_batch_size)"
     parser.add_argument("--ranks", type=_number, help=text)
     parser.add_argument("--refusals", action="store_true", help="say only what is refused")

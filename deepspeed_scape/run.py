@@ -15,7 +15,16 @@ import deepspeed_scape
 from deepspeed_scape.manifest import ScapeCheckpointError
 
 USAGE = """usage: deepspeed [launcher options] --module deepspeed_scape.run SCRIPT [script options]
-       python -m deepspeed_scape.run --doctor [--deepspeed_config JSON] [--params N] [--ranks N]"""
+       python -m deepspeed_scape.run --doctor [--deepspeed_config JSON [--params N] [--ranks N]]"""
+HELP = f"""{USAGE}
+
+Runs a training script, unchanged, whose DeepSpeed JSON may ask for "SCAPE" or "AdamS":
+
+    deepspeed --num_gpus 2 --module deepspeed_scape.run train.py --deepspeed_config ds.json
+
+The doctor starts nothing. It tells what this machine can do and what a JSON would do; --doctor --help tells more:
+
+    python -m deepspeed_scape.run --doctor --deepspeed_config ds.json --params 1.8e9 --ranks 32"""
 
 
 def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
@@ -50,6 +59,9 @@ def main() -> None:
     would print.
     """
     deepspeed_scape.register()
+    if sys.argv[1:2] in (["--help"], ["-h"]):
+        print(HELP)
+        sys.exit(0)
     if sys.argv[1:2] == ["--doctor"]:
         from deepspeed_scape import doctor
 
