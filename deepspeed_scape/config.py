@@ -1,6 +1,6 @@
 """Every option of SCAPE: type, default, range and meaning.
 
-All of them live in ``optimizer.params`` of the DeepSpeed JSON, since DeepSpeed's own sections reject unknown keys.
+All of them live in ``optimizer.params`` of the DeepSpeed JSON: most of DeepSpeed's own sections reject unknown keys.
 """
 
 from __future__ import annotations
@@ -225,11 +225,13 @@ def parse_options(params: dict[str, Any], model: type[AdamSOptions], where: str 
 def _refusals_of(
     error: ValidationError, params: dict[str, Any], model: type[AdamSOptions], where: str
 ) -> Iterator[Refusal]:
+    listed = f"; known options are {', '.join(model.model_fields)}"
     for each in error.errors(include_url=False):
         name = str(each["loc"][0]) if each["loc"] else ""
         if each["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, model.model_fields, n=1)
-            remedy = f"write {close[0]}" if close else f"remove it; known options are {', '.join(model.model_fields)}"
+            close = difflib.get_close_matches(name.lower(), model.model_fields, n=1, cutoff=0.75)
+            remedy = f"write {close[0]}" if close else f"remove it{listed}"
+            listed = listed if close else ""  # once
             yield f"{where}.{name}", each["input"], "unknown option", remedy
             continue
         words = re.findall(r"\w+", each["msg"])

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
@@ -49,6 +50,27 @@ _OTHERS = (
     "gradient_clipping", "steps_per_print", "communication_data_type", "gradient_predivide_factor",
     "gradient_allreduce_op", "sequence_parallel_size", "seq_parallel_communication_data_type", "log_level",
 )  # fmt: skip
+_ALIASES = {  # as other libraries call them
+    "grad_clip": "gradient_clipping", "clip_grad": "gradient_clipping", "clip_grad_norm": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping", "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+}  # fmt: skip
+# sections that DeepSpeed does not check: their flags, and their other keys
+_UNCHECKED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "activation_checkpointing": (
+        ("partition_activations", "contiguous_memory_optimization", "synchronize_checkpoint_boundary", "profile",
+         "cpu_checkpointing"),
+        ("number_checkpoints",),
+    ),
+    "checkpoint": (("load_universal", "use_node_local_storage"), ("tag_validation", "parallel_write", "writer")),
+    "flops_profiler": (
+        ("enabled", "detailed"), ("recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "output_file"),
+    ),
+    "torch_autocast": (("enabled",), ("dtype", "lower_precision_safe_modules")),
+    "data_efficiency": (("enabled",), ("seed", "data_sampling", "data_routing")),
+}  # fmt: skip
+_UNKNOWN = "DeepSpeed knows no such key and would ignore it"
+_NO_FLAG, _SET_FLAG = "must be true or false", "set it to one of them, or remove it"
 _MONITORS = {"csv_monitor", "tensorboard", "wandb", "comet"}  # names of runs and groups, which may be any text
 _MODULES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  # which rank 0 alone imports
 
@@ -66,12 +88,36 @@ def read(config: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+class _Object(dict[str, Any]):
+    """A JSON object that knows which of its keys it was given more than once."""
+
+    repeated: list[str]
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    found = _Object(pairs)
+    names = [name for name, _ in pairs]
+    found.repeated = [name for name in found if names.count(name) > 1]
+    return found
+
+
 def _load(path: str | os.PathLike[str]) -> Any:
     with open(path) as file:
         text = file.read()
     if not text.strip():
         raise ValueError("the file is empty")  # which hjson takes for an empty object
-    return hjson.loads(text)
+    try:
+        return hjson.loads(text, object_pairs_hook=_object)
+    except OverflowError:
+        raise ValueError("it holds a number that is too large") from None
+    except ValueError:
+        if not re.search(r"^\s*(#|//|/\*)", text, re.MULTILINE):  # with comments it can only be hjson
+            json.loads(text, parse_constant=_no_number)  # says better than hjson what is wrong, and where
+        raise
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def as_written(error: ScapeConfigError, config: Any) -> ScapeConfigError:
@@ -98,6 +144,20 @@ def value_at(document: Any, key: str) -> Any:
     return node
 
 
+def remove(document: dict[str, Any], key: str) -> bool:
+    """Take out a key, or the section that should hold it. Returns whether it was there."""
+    section, _, name = key.rpartition(".")
+    node = value_at(document, section) if section else document
+    if not (isinstance(node, dict) and name in node):
+        node, name = document, key.partition(".")[0]
+    if name not in node:
+        return False
+    del node[name]
+    if key.partition(".")[0] == "zero_optimization":  # DeepSpeed's default, 0, would be refused
+        document.setdefault("zero_optimization", {}).setdefault("stage", 2)
+    return True
+
+
 def fault(config: Any) -> str | None:
     """What is wrong with a file of that name that nobody can read as a document; None where there is none."""
     if not isinstance(config, str | os.PathLike):
@@ -118,8 +178,16 @@ def is_ours(document: dict[str, Any], client: Any = None) -> bool:
     optimizer = document.get("optimizer")
     if isinstance(client, Scape):
         return True
+    if optimizer is None:
+        near = difflib.get_close_matches("optimizer", [str(name) for name in document], cutoff=0.84)
+        return any(_asks_for_us(document[name]) for name in near if isinstance(document[name], dict))
     if not isinstance(optimizer, dict):
-        return optimizer is not None  # DeepSpeed fails on it whatever it means
+        return True  # DeepSpeed fails on it whatever it means
+    nobodys = client is None and bool(optimizer) and "type" not in optimizer
+    return nobodys or _asks_for_us(optimizer)
+
+
+def _asks_for_us(optimizer: dict[str, Any]) -> bool:
     params = optimizer.get("params")
     return _resembles(optimizer.get("type")) or bool(isinstance(params, dict) and UNMISTAKABLE & set(params))
 
@@ -141,29 +209,61 @@ def check(document: dict[str, Any], world_size: int | None) -> None:
     Raises:
         ScapeConfigError: names the keys, their values and the remedies.
     """
-    forms = (_bad_names, _bad_auto, _bad_types)
-    refuse_all(refusal for part in forms for refusal in part(document))
-    values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_optimizer, _bad_precision,
+    forms = list(chain(*(part(document) for part in (_repeated, _bad_names, _bad_auto, _bad_types, _bad_sections))))
+    rest = copy.deepcopy(document)
+    for key, *_ in forms:
+        remove(rest, key)
+    values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_stage, _bad_optimizer, _bad_precision,
               _bad_scheduler)  # fmt: skip
-    batch = iter(()) if world_size is None else _bad_batch(document, world_size)
-    refuse_all(chain(*(part(document) for part in values), batch))
+    known = world_size is not None and not any(key in _COUNTS for key, *_ in forms)
+    batch = _bad_batch(rest, cast(int, world_size)) if known else iter(())
+    refuse_all(chain(forms, *(part(rest) for part in values), batch))
+
+
+def _repeated(node: Any, where: str = "") -> Iterator[Refusal]:
+    """Keys that stand twice in one object of a file."""
+    if not isinstance(node, dict):
+        return
+    for name in getattr(node, "repeated", ()):
+        yield f"{where}{name}", node[name], "it stands there more than once", "leave one"
+    for name, value in node.items():
+        yield from _repeated(value, f"{where}{name}.")
 
 
 def _bad_names(document: dict[str, Any]) -> Iterator[Refusal]:
     """DeepSpeed ignores top-level names that it does not know, so a slip of the pen would be silent.
 
-    A name around a known one, such as ``_optimizer``, is taken for what somebody has put aside.
+    A known name with a mark, such as ``_optimizer`` or ``optimizer-old``, is taken for what somebody has put aside.
     """
     known = [*_OBJECTS, *_FLAGS, *_COUNTS, *_OTHERS]
     for name in (str(name) for name in document if name not in known):
         value = document.get(name)
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.87)
-        if close and not (close[0] in document and close[0] in name):
-            yield name, value, "DeepSpeed knows no such key and would ignore it", f"write {close[0]}"
+        alias = _ALIASES.get(name)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.84)
+        if alias is not None and alias not in document:
+            yield name, value, _UNKNOWN, f"write {alias}"
+        elif close and not (close[0] in document and _is_put_aside(name, close[0])):
+            yield name, value, _UNKNOWN, f"write {close[0]}"
         elif name in UNMISTAKABLE:
             yield name, value, "an option of SCAPE, which DeepSpeed ignores here", "move it into optimizer.params"
         elif name.lower() == "scape":
             yield name, value, "DeepSpeed ignores such a section", "SCAPE's options go into optimizer.params"
+
+
+def _is_put_aside(name: str, known: str) -> bool:
+    before, found, after = name.partition(known)
+    return bool(found) and not before[-1:].isalpha() and not after[:1].isalpha()
+
+
+def _bad_sections(document: dict[str, Any]) -> Iterator[Refusal]:
+    for section, (flags, others) in _UNCHECKED.items():
+        given = document.get(section)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            close = difflib.get_close_matches(str(name), (*flags, *others), n=1, cutoff=0.8)
+            if name in flags and not isinstance(value, bool) and value != "auto":
+                yield f"{section}.{name}", value, _NO_FLAG, _SET_FLAG
+            elif close and name not in (*flags, *others):
+                yield f"{section}.{name}", value, _UNKNOWN, f"write {close[0]}"
 
 
 def _bad_auto(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -206,7 +306,7 @@ def _bad_types(document: dict[str, Any]) -> Iterator[Refusal]:
             yield name, document[name], "must be a JSON object", f'write "{name}": {{...}}, or remove it'
     for name in _FLAGS:
         if name in document and not isinstance(document[name], bool):
-            yield name, document[name], "must be true or false", "set it to one of them, or remove it"
+            yield name, document[name], _NO_FLAG, _SET_FLAG
 
 
 def missing_monitors(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -238,6 +338,12 @@ def _bad_numbers(document: dict[str, Any]) -> Iterator[Refusal]:
         yield "tensor_parallel.autotp_size", tensor, "must be a whole number", "set it to 0"
 
 
+def _bad_stage(document: dict[str, Any]) -> Iterator[Refusal]:
+    stage = document.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield "zero_optimization.stage", stage, "ZeRO has no such stage", "write 1 or 2, on which SCAPE works"
+
+
 def _bad_optimizer(document: dict[str, Any]) -> Iterator[Refusal]:
     optimizer = document.get("optimizer")
     if optimizer is None:
@@ -245,11 +351,13 @@ def _bad_optimizer(document: dict[str, Any]) -> Iterator[Refusal]:
     name, params = optimizer.get("type"), optimizer.get("params", {})
     known = (*OPTIMIZER_NAMES, *DENSE_NAMES)
     if not isinstance(name, str) or (name not in known and _resembles(name)):
-        yield "optimizer.type", name, "no optimizer of that name", f"write one of {', '.join(known)}"
+        yield "optimizer.type", name, "no optimizer of that name", f"write {OPTIMIZER_NAMES[0]} or {DENSE_NAMES[0]}"
     if params is not None and not isinstance(params, dict):
         yield "optimizer.params", params, "must be a JSON object", 'write "params": {...}'
     for extra in sorted(set(optimizer) - {"type", "params", "legacy_fusion"}):
-        yield f"optimizer.{extra}", optimizer[extra], "DeepSpeed would ignore it", "options go into optimizer.params"
+        close = difflib.get_close_matches(str(extra).lower(), ["type", "params"], n=1, cutoff=0.8)
+        remedy = f"write {close[0]}" if close else "options go into optimizer.params"
+        yield f"optimizer.{extra}", optimizer[extra], "DeepSpeed would ignore it", remedy
 
 
 def _bad_precision(document: dict[str, Any]) -> Iterator[Refusal]:
@@ -278,7 +386,8 @@ def _bad_batch(document: dict[str, Any], world_size: int) -> Iterator[Refusal]:
     each, rest = divmod(total, (micro or 1) * (steps or 1) * world_size)
     exact = each == 1 or micro is None or steps is None
     if rest or not each or not exact:
-        parts = f"{micro or 'any'} a rank x {steps or 'any'} accumulation steps x {world_size} ranks"
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        parts = f"{micro or 'any'} a rank x {steps or 'any'} accumulation steps x {ranks}"
         remedy = "change it, or remove it and let DeepSpeed derive it"
         yield _COUNTS[0], total, f"does not go with {parts}", remedy
 
@@ -290,6 +399,9 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
         return
     name, params = scheduler.get("type"), scheduler.get("params") or {}
     if name is None:
+        if scheduler:
+            known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+            yield "scheduler.type", None, "DeepSpeed would train without a schedule", f"give one of {known}"
         return
     kind: Any = getattr(lr_schedules, str(name), None)
     if kind is None or not inspect.isclass(kind):
@@ -327,9 +439,16 @@ def _bad_arguments(name: str, kind: Any, params: dict[str, Any]) -> Iterator[Ref
         if extra not in taken:
             remedy = f"use {', '.join(taken)}"
             yield f"scheduler.params.{extra}", params[extra], f"{name} knows no such parameter", remedy
+        elif _wants_number(taken[extra]) and not isinstance(params[extra], int | float | list | None):
+            yield f"scheduler.params.{extra}", params[extra], "must be a number", "give one"
     for needed, parameter in taken.items():
         if parameter.default is inspect.Parameter.empty and needed not in params:
             yield f"scheduler.params.{needed}", None, f"{name} needs it", "give it"
+
+
+def _wants_number(parameter: inspect.Parameter) -> bool:
+    default = parameter.default
+    return parameter.annotation in (int, float) or (_is_number(default) and parameter.annotation is parameter.empty)
 
 
 def _is_int(value: Any) -> bool:

@@ -6,8 +6,6 @@ a pydantic error or worse, is said again with key, value and remedy.
 
 from __future__ import annotations
 
-import copy
-import difflib
 import inspect
 import os
 import sys
@@ -16,25 +14,13 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ValidationError
 
 from deepspeed_scape import document as documents
 from deepspeed_scape.config import OPTIMIZER_NAMES, Refusal, ScapeConfigError
+from deepspeed_scape.culprits import refused_by_deepspeed
 from deepspeed_scape.monitor import tell_wandb
 from deepspeed_scape.optimizer import Scape
 from deepspeed_scape.refuse import check_optimizer, check_settings, refusals_of
-
-_SECTION_OF = {
-    "DeepSpeedZeroConfig": "zero_optimization",
-    "DeepSpeedFP16Config": "fp16",
-    "DeepSpeedBF16Config": "bf16",
-    "CompileConfig": "compile",
-    "TPTrainingConfig": "tensor_parallel",
-    "DeepSpeedFlopsProfilerConfig": "flops_profiler",
-    "CommsConfig": "comms_logger",
-}
 
 
 def guarded(stock: Callable[..., Any], arguments: inspect.BoundArguments) -> Any:
@@ -102,43 +88,15 @@ def with_others(error: ScapeConfigError, document: dict[str, Any], client: Any =
 
 
 def _refusals_beside(document: dict[str, Any], refused: list[Refusal], client: Any) -> Iterator[Refusal]:
-    """What else is wrong: DeepSpeed, which stops at a mistake, is asked again without it until it takes the rest."""
     optimizer = document.get("optimizer")
     optimizer = optimizer if isinstance(optimizer, dict) else {}
     name, params = optimizer.get("type"), optimizer.get("params") or {}
     if isinstance(name, str) and isinstance(params, dict):
         yield from refusals_of(check_optimizer, name, params, client)
-    apart = ("optimizer", "scheduler", "train_batch_size", "elasticity")  # which allows no batch size beside it
-    rest = copy.deepcopy({key: value for key, value in document.items() if key not in apart})
-    for key, *_ in refused:
-        _remove(rest, key)
-    while True:
-        try:
-            config = DeepSpeedConfig({**copy.deepcopy(rest), "train_micro_batch_size_per_gpu": 1})
-            break
-        except Exception as error:
-            ours = rephrase(error, rest)
-            refusals = [] if ours is None else ours.refusals
-            removed = [_remove(rest, key) for key, *_ in refusals]
-            if not any(removed):
-                return  # it says so itself, once what is known is in order
-            yield from refusals
-    if name in OPTIMIZER_NAMES or isinstance(client, Scape):
+    found, config = refused_by_deepspeed(document, refused)
+    yield from found
+    if config is not None and (name in OPTIMIZER_NAMES or isinstance(client, Scape)):
         yield from refusals_of(check_settings, config)
-
-
-def _remove(document: dict[str, Any], key: str) -> bool:
-    """Take out a key, or the section that should hold it. Returns whether it was there."""
-    section, _, name = key.rpartition(".")
-    node = documents.value_at(document, section) if section else document
-    if not (isinstance(node, dict) and name in node):
-        node, name = document, key.partition(".")[0]
-    if name not in node:
-        return False
-    del node[name]
-    if key.partition(".")[0] == "zero_optimization":  # DeepSpeed's default, 0, would be refused
-        document.setdefault("zero_optimization", {}).setdefault("stage", 2)
-    return True
 
 
 def _world_size(mpu: Any) -> int:
@@ -167,38 +125,22 @@ def _check_accelerate() -> None:
 
 def rephrase(error: Exception, document: dict[str, Any]) -> ScapeConfigError | None:
     """What DeepSpeed says about its configuration, in our form; None for an error that is not about it."""
-    if isinstance(error, ValidationError):
-        first, *others = _refusals_of(error)
-        return ScapeConfigError(*first, others=others)
+    if str(error) == "optimizer got an empty parameter list":
+        remedy = "give a list, such as list(model.parameters()): a generator can be read only once"
+        return ScapeConfigError("model_parameters", "empty", "there is nothing to train", remedy)
     files = list(_files_of(error))
     about_config = any(file.endswith(os.path.join("runtime", "config.py")) for file in files)
     if not about_config and not (files and _is_deepspeeds(files[-1])):
         return None
-    text = str(error).rstrip(".") or type(error).__name__
+    found, _ = refused_by_deepspeed(document, [])
+    if found:
+        return ScapeConfigError(*found[0], others=found[1:])
+    text = str(error).rstrip(". ") or type(error).__name__
     key = max((name for name in _names(document) if name.rpartition(".")[2] in text), key=len, default="")
     if not key:
         return ScapeConfigError("configuration", "as given", f"DeepSpeed refuses it: {text}", "change what it names")
     value = documents.value_at(document, key)
     return ScapeConfigError(key, value, f"DeepSpeed refuses it: {text}", "correct it or remove it")
-
-
-def _refusals_of(error: ValidationError) -> Iterator[Refusal]:
-    for each in error.errors(include_url=False):
-        path = [_SECTION_OF.get(error.title, ""), *map(str, each["loc"])]
-        problem = each["msg"].removeprefix("Value error, ").rstrip(".")
-        remedy = "correct it or remove it"
-        if each["type"] == "extra_forbidden":
-            problem = "DeepSpeed knows no such key"
-            close = difflib.get_close_matches(path[-1], _fields(error.title), n=1)
-            remedy = f"write {close[0]}" if close else remedy
-        key = ".".join(part for part in path if part) or error.title
-        yield key, each["input"], problem, remedy
-
-
-def _fields(model: str) -> list[str]:
-    """The names that one of DeepSpeed's sections knows; none for a section inside another."""
-    found = next((kind for kind in DeepSpeedConfigModel.__subclasses__() if kind.__name__ == model), None)
-    return [] if found is None else list(found.model_fields)
 
 
 def _files_of(error: BaseException) -> Iterator[str]:

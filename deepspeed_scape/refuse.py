@@ -112,7 +112,7 @@ def check_settings(config: Any) -> None:
     """
     refuse_all(
         chain(
-            _refused_zero(config.zero_config),
+            _refused_zero(config),
             _refused_precision(config),
             _refused_checkpoints(config),
             _refused_features(config),
@@ -134,14 +134,16 @@ def _name_of(optimizer: Any) -> str:
     return optimizer.__name__ if hasattr(optimizer, "__name__") else type(optimizer).__name__
 
 
-def _refused_zero(zero: Any) -> Iterator[Refusal]:
+def _refused_zero(config: Any) -> Iterator[Refusal]:
     key = "zero_optimization"
+    zero = config.zero_config
     stage = int(zero.stage)
     if stage not in (1, 2):
         why = "SCAPE works on ZeRO's partitions, and there are none" if stage == 0 else (
             "SCAPE partitions the optimizer, not the parameters"
         )  # fmt: skip
-        yield f"{key}.stage", stage, why, f'write "{key}": {{"stage": 2}}, or 1'
+        given = (config._param_dict.get(key) or {}).get("stage")
+        yield f"{key}.stage", None if given is None else stage, why, f'write "{key}": {{"stage": 2}}, or 1'
     for part in ("offload_optimizer", "offload_param"):
         offload = getattr(zero, part, None)
         device = getattr(offload, "device", None)
@@ -150,6 +152,12 @@ def _refused_zero(zero: Any) -> Iterator[Refusal]:
     if getattr(zero, "round_robin_gradients", False):
         problem = "DeepSpeed's own round-robin mapping is wrong at 3 and more ranks"
         yield f"{key}.round_robin_gradients", True, problem, "set it to false"
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if getattr(zero, name, False):
+            yield f"{key}.{name}", True, "only stage 3 quantizes; here it would do nothing", "remove it"
+    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
+        size = zero.zero_hpz_partition_size
+        yield f"{key}.zero_hpz_partition_size", size, "only stage 3 has it; here it would do nothing", "remove it"
     if getattr(zero, "zenflow", None) is not None:
         yield f"{key}.zenflow", "set", "ZenFlow replaces the same optimizer steps", "remove it"
     if getattr(zero, "elastic_checkpoint", False):
