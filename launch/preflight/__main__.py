@@ -12,21 +12,23 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if find_spec("psutil") is None:  # DeepSpeed needs it too
-    print(
-        f"wrong        PYTHON={sys.executable}: it has no DeepSpeed; activate the environment that has, or set PYTHON",
-        file=sys.stderr,
-    )
-    sys.exit(2)
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # run as a folder, which would be the first entry
 
-from launch.preflight.findings import Findings  # noqa: E402
 from launch.preflight.options import parse  # noqa: E402
-from launch.preflight.plans import make_plan  # noqa: E402
+
+BEGUN = "checking     job, options, configuration, programs, nodes; on a busy machine up to a minute\n"
 
 
 def main() -> None:
-    launcher, options = parse(sys.argv[1:])
+    launcher, options = parse(sys.argv[1:])  # whose --help needs Python alone
+    if find_spec("psutil") is None:  # DeepSpeed needs it too
+        remedy = "activate the environment that has, or set PYTHON"
+        print(f"wrong        PYTHON={sys.executable}: it has no DeepSpeed; {remedy}", file=sys.stderr)
+        sys.exit(2)
+    from launch.preflight.findings import Findings
+    from launch.preflight.plans import make_plan
+
+    sys.stderr.write(BEGUN)
     findings = Findings()
     settings = make_plan(launcher, options, findings)
     sys.stderr.write(findings.report())

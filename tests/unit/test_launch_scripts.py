@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.preflight import plans
 from launch.preflight.envfile import read_env
 from launch.preflight.findings import Findings
 from launch.preflight.hostfile import read_hostfile
@@ -150,10 +152,25 @@ def test_a_script_becomes_its_launcher(folder: Path) -> None:
     assert said.split() == [str(process.pid), "29655"]
 
 
+def test_a_sign_of_life_comes_before_the_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    program = importlib.import_module("launch.preflight.__main__")
+    monkeypatch.setattr(sys, "argv", ["preflight", "one-node", "--dry-run"])
+    monkeypatch.setattr(plans, "make_plan", lambda *_: sys.exit("the checks begin"))
+    with pytest.raises(SystemExit, match="the checks begin"):
+        program.main()
+    told = capsys.readouterr()
+    assert told.err == program.BEGUN and told.out == ""
+
+
 def test_a_python_without_deepspeed_is_named(folder: Path) -> None:
     add_program(folder / "bin", "python-bare", f'exec {PYTHON} -I -S "$@"')
     done = run(folder, "one_node.sh", "train.py", PYTHON=str(folder / "bin" / "python-bare"))
     assert done.returncode == 2 and "it has no DeepSpeed; activate the environment" in done.stderr
+    done = run(folder, "one_node.sh", "--help", PYTHON=str(folder / "bin" / "python-bare"))
+    assert done.returncode == 0 and done.stdout == "" and "--dry-run" in done.stderr
     done = run(folder, "one_node.sh", "train.py", PYTHON="/nowhere/python")
     assert done.returncode == 2 and done.stderr.startswith(
         "wrong        PYTHON=/nowhere/python: there is no such program"
