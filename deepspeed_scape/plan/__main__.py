@@ -15,11 +15,18 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
+try:
+    from rich.console import Console
 
-from deepspeed_scape.plan.measured import read_run
-from deepspeed_scape.plan.options import add_arguments, checked
-from deepspeed_scape.plan.report import answer, plot, show
+    from deepspeed_scape.plan.measured import read_run
+    from deepspeed_scape.plan.options import add_arguments, checked
+    from deepspeed_scape.plan.report import answer, plot, show
+except ModuleNotFoundError as error:
+    missing = str(error.name).partition(".")[0]
+    if missing not in ("rich", "pydantic"):
+        raise
+    needed = "pip install 'rich>=13,<16' 'pydantic>=2,<3'"  # as in setup.cfg; all that the planner needs
+    sys.exit(f"deepspeed_scape.plan: {sys.executable} has no {missing}. Remedy: {needed}")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -90,7 +90,7 @@ def plot(options: PlanOptions, over: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("--sweep draws with matplotlib: pip install 'deepspeed-scape[plot]'") from None
+        raise ValueError("--sweep draws with matplotlib: pip install 'matplotlib>=3.8,<4'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

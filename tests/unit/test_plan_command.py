@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from deepspeed_scape.plan.measured import read_run
 from deepspeed_scape.plan.options import checked
 from deepspeed_scape.plan.units import bandwidth, count, seconds, show_bandwidth, show_bytes
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = ["--params", "1.8e9", "--nodes", "32", "--bandwidth", "200Gbit", "--compute-ms", "900"]
 
 
@@ -187,3 +189,18 @@ def test_it_starts_without_torch_and_deepspeed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ranks"] == 32
+
+
+@pytest.mark.parametrize("missing", ["rich", "pydantic"])
+def test_a_bare_python_is_told_what_to_install(missing: str) -> None:
+    """And all of it at once, as docs/planner.md and setup.cfg have it."""
+    code = (
+        "import sys, runpy; sys.orig_argv = ['python', '-m', 'deepspeed_scape.plan'];"
+        f"sys.modules[{missing!r}] = None; runpy.run_module('deepspeed_scape.plan', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said, _, remedy = done.stderr.strip().partition(f" has no {missing}. Remedy: ")
+    assert done.returncode == 1 and said.startswith("deepspeed_scape.plan: ")
+    assert f"\n    {remedy}\n" in (ROOT / "docs" / "planner.md").read_text()
+    ranges = re.findall(r"'(.*?)'", remedy)
+    assert len(ranges) == 2 and all(f"\n    {entry}\n" in (ROOT / "setup.cfg").read_text() for entry in ranges)
