@@ -123,3 +123,11 @@ def test_every_bad_option_is_told() -> None:
     keys = [line.split(" = ")[0].rpartition(".")[2] for line in str(error.value).split("\n")]
     assert sorted(keys) == sorted(params)
     assert error.value.__suppress_context__ or error.value.__context__ is None
+
+
+def test_an_unknown_option_gets_a_near_name_or_none_and_the_list_once() -> None:
+    with pytest.raises(ScapeConfigError) as error:
+        parse_options({"fused": True, "LR": 1e-3, "amsgrad": False}, ScapeOptions)
+    remedies = {key.rpartition(".")[2]: remedy for key, _, _, remedy in error.value.refusals}
+    assert remedies["fused"].startswith("remove it; known options are lr, betas")
+    assert remedies["LR"] == "write lr" and remedies["amsgrad"] == "remove it"

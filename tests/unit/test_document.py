@@ -311,6 +311,10 @@ def test_values_are_told_as_the_file_has_them(tmp_path: Path) -> None:
     stock = inspect.signature(lambda config: None)
     with pytest.raises(ScapeConfigError, match=r"gradient_clipping = -2\.0: (.|\n)*params\.sparsity = 1\.0: "):
         initialize.guarded(lambda config: None, stock.bind(config=str(path)))
+    whole = {"lr": 1.0, "selection": "block", "block_size": 150}
+    path.write_text(json.dumps({**GOOD, "optimizer": {"type": "SCAPE", "params": whole}, "fp16": 1}))
+    with pytest.raises(ScapeConfigError, match=r"params = {'block_size': 150}: "):  # of which only a part is at fault
+        initialize.guarded(lambda config: None, stock.bind(config=str(path)))
     path.write_text("# hjson\n" + json.dumps(written))
     with pytest.raises(ScapeConfigError, match="gradient_clipping = -2: "):
         initialize.guarded(lambda config: None, stock.bind(config=str(path)))
@@ -378,3 +382,17 @@ def test_an_empty_generator_of_parameters_is_told() -> None:
 
     with pytest.raises(ScapeConfigError, match="model_parameters = 'empty': .*generator can be read only once"):
         initialize.guarded(stock, inspect.signature(stock).bind(config=GOOD))
+
+
+def test_a_batch_of_which_a_part_is_unknown_is_not_judged() -> None:
+    with pytest.raises(ScapeConfigError) as error:
+        document.check({**GOOD, "train_micro_batch_size_per_gpu": "auto", "fp16": 1}, 2)
+    assert [key for key, *_ in error.value.refusals] == ["train_micro_batch_size_per_gpu", "fp16"]
+
+
+def test_a_stage_that_nobody_has_written_is_told_as_such() -> None:
+    bad = {"train_micro_batch_size_per_gpu": 4, "optimizer": GOOD["optimizer"], "fp16": 1}
+    for zero, told in (({}, None), ({"zero_optimization": {"stage": 0}}, 0)):
+        with pytest.raises(ScapeConfigError) as error:
+            initialize.check({**bad, **zero}, 2)
+        assert ("zero_optimization.stage", told) in [refusal[:2] for refusal in error.value.refusals]
