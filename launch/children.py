@@ -9,12 +9,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 GRACE_S = 5.0
+WATCH_S = 20.0
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
@@ -36,15 +38,22 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
 
 
-def run_command(command: list[str], env: dict[str, str], log: Path) -> int:
-    """Run to the end with all output in `log`; returns the exit status. On an exception (Ctrl-C) ends all of it."""
+def run_command(command: list[str], env: dict[str, str], log: Path, watch: Callable[[], None] | None = None) -> int:
+    """Run to the end with all output in `log`; returns the exit status. On an exception (Ctrl-C) ends all of it.
+
+    `watch` is called every 20 seconds in the meantime.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            return process.wait()
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(WATCH_S if watch is not None else None)
+                if watch is not None:
+                    watch()
         finally:
             if process.poll() is None:
                 end_tree(process)

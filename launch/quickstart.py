@@ -14,7 +14,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(_ROOT)] + [p for p in sys.path if Path(p or ".").resolve() != _ROOT / "launch"]  # run as a script
 
 from rich.console import Console  # noqa: E402
+from rich.status import Status  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from launch.children import run_command  # noqa: E402
@@ -66,16 +70,30 @@ def command_of(method: Method, steps: int, output: Path) -> list[str]:
     ]
 
 
-def run_method(method: Method, steps: int) -> dict[str, Any]:
-    """Train one row and return its summary record. Raises SystemExit with the end of the log if the run fails."""
+def progress(metrics: Path, begin: float, steps: int) -> str:
+    """How far the run has come that began at `begin`, in seconds since 1970."""
+    done = 0
+    with suppress(OSError):  # not there yet, or just moved aside
+        if metrics.stat().st_mtime >= begin:  # else an older run's
+            records = map(json.loads, metrics.read_text().splitlines())
+            done = max((record["step"] for record in records if record["kind"] == "step"), default=0)
+    return f"{f'step {done} of {steps}' if done else 'starting'}, {time.time() - begin:.0f} s"
+
+
+def run_method(method: Method, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train one row and return its summary record; `say` is told from time to time how far it is.
+
+    Raises SystemExit with the end of the log if the run fails.
+    """
     output = OUTPUT / Path(method.config).stem
-    log = output / "log.txt"
+    log, begin = output / "log.txt", time.time()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
-    status = run_command(command_of(method, steps, output), env, log)
+    command, metrics = command_of(method, steps, output), output / "metrics.jsonl"
+    status = run_command(command, env, log, lambda: say(progress(metrics, begin, steps)))
     if status != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         sys.exit(f"{tail}\n\nquickstart: {method.name} ended with status {status}; the whole log is {log}")
-    _, _, summary = read_metrics(output / "metrics.jsonl")
+    _, _, summary = read_metrics(metrics)
     if summary is None:
         sys.exit(f"quickstart: {method.name} wrote no summary; see {log}")
     return {"method": method.name, "config": method.config, "lr": method.lr, "density": method.density, **summary}
@@ -135,6 +153,14 @@ def show(console: Console, rows: list[dict[str, Any]], steps: int) -> None:
     console.print("Next: your own script with SCAPE, in five minutes: docs/start.md")
 
 
+def show_progress(console: Console, status: Status, doing: str, far: str) -> None:
+    """In the status of a terminal, in a line of its own elsewhere."""
+    if console.is_terminal:
+        status.update(f"{doing}: {far}")
+    else:
+        console.print(f"  {far}")
+
+
 def steps_from_environment() -> int:
     """QUICKSTART_STEPS, or the default. Raises SystemExit for what is no positive integer."""
     text = os.environ.get("QUICKSTART_STEPS", str(DEFAULT_STEPS))
@@ -153,8 +179,8 @@ def main() -> None:
         doing = f"{number} of {len(METHODS)}: {method.name}, {steps} steps"
         if not console.is_terminal:  # a status shows nowhere else
             console.print(doing)
-        with console.status(f"{doing} (log: {OUTPUT / Path(method.config).stem / 'log.txt'})"):
-            rows.append(run_method(method, steps))
+        with console.status(f"{doing} (log: {OUTPUT / Path(method.config).stem / 'log.txt'})") as status:
+            rows.append(run_method(method, steps, partial(show_progress, console, status, doing)))
         console.print(f"{method.name}: val loss {rows[-1]['final_val_loss']:.3f}, {time.monotonic() - begin:.0f} s")
     write_results(rows, steps)
     show(console, rows, steps)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare Python 3.10+ to a table of four optimizers, on two CPU cores, in about ten minutes.
+# From a bare Python 3.10+ to a table of four optimizers, on two CPU cores, in seven to twenty minutes, by what else they do.
 #
 #   bash launch/quickstart.sh
 #
@@ -17,12 +17,22 @@ if ! "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     exit 1
 fi
 
+pip() { # installs, and shows of what pip prints that which takes time
+    "$VENV/bin/pip" install --disable-pip-version-check --progress-bar off "$@" | while read -r line; do
+        case $line in
+        Downloading*[MG]B\) | "Building wheel"*started*) echo "  $line" ;;
+        Processing*.whl) echo "  ${line##*/}" ;; # from a folder
+        "Installing collected packages"*) echo "  unpacking: minutes, and the longest silence" ;;
+        esac
+    done
+}
+
 if [ ! -e "$VENV/.complete" ]; then
-    echo "quickstart: installing into $VENV (about 2.5 GB, two or three minutes)"
+    echo "quickstart: installing into $VENV (about 2.5 GB, two to eight minutes)"
     "$PYTHON" -m venv "$VENV"
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check "${TORCH_SPEC:-torch==2.13.0}"
+    pip "${TORCH_SPEC:-torch==2.13.0}"
     # DS_BUILD_OPS=0: DeepSpeed's C++/CUDA extensions are not needed
-    DS_BUILD_OPS=0 "$VENV/bin/pip" install --quiet --disable-pip-version-check -e '.[train,cpu]'
+    DS_BUILD_OPS=0 pip -e '.[train,cpu]'
     touch "$VENV/.complete"
     echo "quickstart: installed"
 fi

@@ -1,5 +1,6 @@
 """The quickstart's table and its promise to leave no process behind."""
 
+import io
 import os
 import signal
 import subprocess
@@ -10,11 +11,27 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
+from rich.status import Status
 
-from launch import quickstart
+from launch import children, quickstart
 from launch.children import end_tree, run_command
 from launch.options import parse_options
-from launch.quickstart import METHODS, cells, command_of, ratios, remark, steps_from_environment, write_results
+from launch.quickstart import (
+    METHODS,
+    cells,
+    command_of,
+    progress,
+    ratios,
+    remark,
+    show_progress,
+    steps_from_environment,
+    write_results,
+)
+from tests.fake_programs import add_program
+
+ROOT = Path(__file__).resolve().parents[2]
+LINE = "  step 50 of 100, 5 s\n"
 
 NESTED = (
     "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {inner!r}], start_new_session=True); {then}"
@@ -68,6 +85,62 @@ def test_interrupt_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     while started[0].poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert started[0].poll() is not None
+
+
+def test_a_long_command_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "WATCH_S", 0.05)
+    stop, seen = tmp_path / "stop", []
+
+    def watch() -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            stop.touch()
+
+    code = f"import pathlib, sys, time\nwhile not pathlib.Path({str(stop)!r}).exists(): time.sleep(0.01)\nsys.exit(4)"
+    assert run_command([sys.executable, "-c", code], dict(os.environ), tmp_path / "log.txt", watch) == 4
+    assert len(seen) >= 3
+
+
+def test_progress_is_of_this_run(tmp_path: Path) -> None:
+    metrics, now = tmp_path / "metrics.jsonl", time.time()
+    assert progress(metrics, now, 100).startswith("starting, ")
+    metrics.touch()
+    assert progress(metrics, now - 5, 100) == "starting, 5 s"
+    metrics.write_text('{"kind": "config"}\n{"kind": "step", "step": 50, "loss": null}\n')
+    assert progress(metrics, now - 5, 100) == "step 50 of 100, 5 s"
+    os.utime(metrics, (now - 9, now - 9))  # an earlier run's, which pretrain.py moves aside when it starts
+    assert progress(metrics, now - 5, 100) == "starting, 5 s"
+
+
+def test_progress_is_a_line_where_there_is_no_terminal() -> None:
+    for terminal in (False, True):
+        console = Console(file=io.StringIO(), force_terminal=terminal, soft_wrap=True)
+        status = Status("1 of 4", console=console)
+        show_progress(console, status, "1 of 4", "step 50 of 100, 5 s")
+        told = console.file.getvalue()
+        assert (told, status.status) == (("", "1 of 4: step 50 of 100, 5 s") if terminal else (LINE, "1 of 4"))
+
+
+def test_the_install_shows_what_takes_time(tmp_path: Path) -> None:
+    """By a pip that says what pip says; and its failure is the script's."""
+    said = """Collecting torch
+  Downloading torch-2.13.0-cp311.whl.metadata (29 kB)
+  Downloading torch-2.13.0-cp311.whl (915.1 MB)
+Processing /wheels/numpy-2.4.6-cp311.whl (from torch)
+  Building wheel for deepspeed (setup.py): started
+Installing collected packages: torch, numpy"""
+    add_program(tmp_path / "bin", "pip", f"cat <<'E'\n{said}\nE\nexit 7")
+    add_program(tmp_path, "python", "exit 0")
+    script = ROOT / "launch" / "quickstart.sh"
+    env = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run(["bash", script], env=env, capture_output=True, text=True)
+    _, *lines = done.stdout.splitlines()
+    downloads = [
+        "  Downloading torch-2.13.0-cp311.whl (915.1 MB)",
+        "  Building wheel for deepspeed (setup.py): started",
+    ]
+    assert done.returncode == 7 and lines == [*downloads, "  unpacking: minutes, and the longest silence"]
+    assert not (tmp_path / ".complete").exists()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.config)
