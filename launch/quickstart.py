@@ -73,7 +73,7 @@ def command_of(method: Method, steps: int, output: Path) -> list[str]:
 def progress(metrics: Path, begin: float, steps: int) -> str:
     """How far the run has come that began at `begin`, in seconds since 1970."""
     done = 0
-    with suppress(OSError):  # not there yet, or just moved aside
+    with suppress(OSError, ValueError):  # not there yet, just moved aside, or its last line half written
         if metrics.stat().st_mtime >= begin:  # else an older run's
             records = map(json.loads, metrics.read_text().splitlines())
             done = max((record["step"] for record in records if record["kind"] == "step"), default=0)
