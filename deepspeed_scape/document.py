@@ -215,9 +215,10 @@ def check(document: dict[str, Any], world_size: int | None) -> None:
         remove(rest, key)
     values = (older.ignored, older.unchecked, older.unlogged, _bad_numbers, _bad_stage, _bad_optimizer, _bad_precision,
               _bad_scheduler)  # fmt: skip
-    known = world_size is not None and not any(key in _COUNTS for key, *_ in forms)
-    batch = _bad_batch(rest, cast(int, world_size)) if known else iter(())
-    refuse_all(chain(forms, *(part(rest) for part in values), batch))
+    found = [*forms, *chain(*(part(rest) for part in values))]
+    if world_size is not None and not any(key in _COUNTS for key, *_ in forms):
+        found += _bad_batch(rest, world_size)
+    refuse_all(found)
 
 
 def _repeated(node: Any, where: str = "") -> Iterator[Refusal]:
@@ -398,14 +399,13 @@ def _bad_scheduler(document: dict[str, Any]) -> Iterator[Refusal]:
     if scheduler is None:
         return
     name, params = scheduler.get("type"), scheduler.get("params") or {}
+    known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
     if name is None:
         if scheduler:
-            known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
             yield "scheduler.type", None, "DeepSpeed would train without a schedule", f"give one of {known}"
         return
     kind: Any = getattr(lr_schedules, str(name), None)
     if kind is None or not inspect.isclass(kind):
-        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
         problem = "DeepSpeed makes no such scheduler under ZeRO"
         yield "scheduler.type", name, problem, f"use one of {known}, or pass lr_scheduler=FUNCTION for one of torch's"
         return

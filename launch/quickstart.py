@@ -75,8 +75,8 @@ def progress(metrics: Path, begin: float, steps: int) -> str:
     done = 0
     with suppress(OSError, ValueError):  # not there yet, just moved aside, or its last line half written
         if metrics.stat().st_mtime >= begin:  # else an older run's
-            records = map(json.loads, metrics.read_text().splitlines())
-            done = max((record["step"] for record in records if record["kind"] == "step"), default=0)
+            _, logged, _ = read_metrics(metrics)
+            done = logged[-1]["step"] if logged else 0
     return f"{f'step {done} of {steps}' if done else 'starting'}, {time.time() - begin:.0f} s"
 
 
