@@ -386,7 +386,7 @@ def test_an_empty_generator_of_parameters_is_told() -> None:
 
 def test_a_batch_of_which_a_part_is_unknown_is_not_judged() -> None:
     with pytest.raises(ScapeConfigError) as error:
-        document.check({**GOOD, "train_micro_batch_size_per_gpu": "auto", "fp16": 1}, 2)
+        document.check({**GOOD, "train_micro_batch_size_per_gpu": "auto", "train_batch_size": 7, "fp16": 1}, 2)
     assert [key for key, *_ in error.value.refusals] == ["train_micro_batch_size_per_gpu", "fp16"]
 
 
