@@ -53,7 +53,7 @@ class Results:
 
     def chosen_rate(self, entry: Entry) -> float | None:
         """The best rate by the tuning loss, or None while the grid is not complete."""
-        tuned = entry if entry.rate_of is None else entry.rate_of
+        tuned = entry.tuned
         losses = {lr: loss for lr, loss in self.tuning(tuned).items() if loss is not None}
         if len(losses) < len(self.tuning(tuned)):
             return None
@@ -63,7 +63,7 @@ class Results:
         """Runs that can start now: the rest of the grid, or the seeds at the chosen rate."""
         chosen = self.chosen_rate(entry)
         if chosen is None:
-            tuned = entry if entry.rate_of is None else entry.rate_of
+            tuned = entry.tuned
             yield from (tuned.run(lr, TUNING_SEED) for lr, loss in self.tuning(tuned).items() if loss is None)
         else:
             yield from (run for seed in SEEDS if self.get(run := entry.run(chosen, seed)) is None)

@@ -161,8 +161,8 @@ def test_plan_counts_a_run_that_two_groups_share_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(command, "Results", lambda: Results(tmp_path))
     alone = command.plan(["ablations"], 2)
     both = command.plan(["main", "ablations"], 2)
-    assert "rates 0.000354, 0.0005, 0.000707" in next(line for line in alone if "SCAPE 99%, fresh" in line)
-    assert "waits for SCAPE 99%" in next(line for line in both if "SCAPE 99%, fresh" in line)
+    assert "rates 0.000354, 0.0005, 0.000707" in next(line for line in alone if "fresh mask" in line)
+    assert "waits for SCAPE 99%" in next(line for line in both if "fresh mask" in line)
     tuned(tmp_path, {-1: 3.1, 0: 3.0, 1: 3.2})
     for seed in SEEDS:
         finish(tmp_path, SCAPE99.run(5e-4, seed), 3.0)
