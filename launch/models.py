@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def next_token_loss(
-    model: nn.Module,
+    model: Callable[..., Any],  # a causal LM
     tokens: Tensor,  # (B, seq + 1) int64: each position predicts the one after it
 ) -> Tensor:  # () fp32, mean negative log-likelihood in nats
     """Cross entropy of every token given those before it in its window."""

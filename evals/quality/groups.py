@@ -5,10 +5,15 @@ the best lies between two others. An entry with ``rate_of`` takes the rate that 
 
 SCAPE 99% without dense steps first stands at the edge of the rates that work (see docs/tuning.md), where every change
 would mostly be judged by whether it falls off. So what changes 99% is measured with 400 dense steps first.
+
+The difference of two runs of one seed has a standard deviation of 0.007 to 0.014 (main, warm-up). An ablation that is
+behind by seven of these, or a candidate for a better rule that is behind by about one, has told what was asked after
+one seed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +22,8 @@ from evals.quality.spec import RunSpec
 TUNING_SEED = 0
 SEEDS = (1, 2, 3)  # fresh: never used to choose anything
 MOST_RATES = 9
+PLAIN = 0.1  # nats; see above
+NOT_BETTER = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +54,7 @@ class Entry:
     middle: float | None = None  # of the first three rates; None: not tuned
     rate_of: Entry | None = None
     dense: bool = False
+    far: float = math.inf  # nats: behind ``rate_of`` by more than this on the first fresh seed, it gets no others
 
     @property
     def tuned(self) -> Entry:
@@ -84,6 +92,11 @@ def _like(base: Entry, name: str, rule: str = "", **overrides: Any) -> Entry:
     return replace(base, name=f"{base.name}, {name}", rule=rule, overrides=changed, middle=None, rate_of=base)
 
 
+def _at_most(far: float, entries: list[Entry]) -> list[Entry]:
+    """The same with one seed alone where that tells enough."""
+    return [replace(entry, far=far) for entry in entries]
+
+
 def _main() -> list[Entry]:
     return [ADAMW, ADAMS, SCAPE90, SCAPE99, SCAPE999]
 
@@ -101,18 +114,21 @@ def _warm_up() -> list[Entry]:
 
 
 def _ablations() -> list[Entry]:
-    return [
-        _like(WARM99, "fresh mask", "fresh mask"),
-        _like(WARM99, "mask from raw gradients", "raw-gradient mask"),
-        _like(WARM99, "mask from the residual", "residual mask"),
-        _like(WARM99, "no residual", "no residual"),
-        _like(WARM99, "adams normalizer", normalizer="adams"),
-        _like(WARM99, "block selection", selection="block", block_size=200),
-        _like(WARM99, "bf16 residual", residual_dtype="bf16"),
-        _like(WARM99, "bf16 values", value_dtype="bf16"),
-        _like(SCAPE90, "no residual", "no residual"),
-        _like(SCAPE90, "adams normalizer", normalizer="adams"),
-    ]
+    return _at_most(
+        PLAIN,
+        [
+            _like(WARM99, "fresh mask", "fresh mask"),
+            _like(WARM99, "mask from raw gradients", "raw-gradient mask"),
+            _like(WARM99, "mask from the residual", "residual mask"),
+            _like(WARM99, "no residual", "no residual"),
+            _like(WARM99, "adams normalizer", normalizer="adams"),
+            _like(WARM99, "block selection", selection="block", block_size=200),
+            _like(WARM99, "bf16 residual", residual_dtype="bf16"),
+            _like(WARM99, "bf16 values", value_dtype="bf16"),
+            _like(SCAPE90, "no residual", "no residual"),
+            _like(SCAPE90, "adams normalizer", normalizer="adams"),
+        ],
+    )
 
 
 TINY99 = replace(SCAPE99, name="SCAPE 99%, W = 2", setting=TINY, overrides={"warmup_steps": 400}, middle=1e-3)
@@ -134,18 +150,21 @@ def _ballots() -> list[Entry]:
 
 
 def _rule() -> list[Entry]:
-    """Candidates for a better rule. A default changes only with these three seeds."""
-    return [
-        _like(SCAPE99, "d from max(v, s2)", "max normalizer"),  # would it make dense steps first needless?
-        _like(WARM99, "first real visit", "first real visit"),
-        _like(SCAPE90, "first real visit", "first real visit"),
-        _like(WARM99, "d from max(v, s2)", "max normalizer"),
-        _like(SCAPE90, "d from max(v, s2)", "max normalizer"),
-        _like(WARM99, "bf16 values, rounding kept", "kept rounding", value_dtype="bf16"),
-        _like(WARM99, "ema floor 0.8", "ema floor 0.8"),
-        _like(WARM99, "ema floor 0.95", "ema floor 0.95"),
-        _like(WARM99, "score momentum 0.95", "score momentum 0.95"),
-    ]
+    """Candidates for a better rule. A default changes only with three seeds."""
+    return _at_most(
+        NOT_BETTER,
+        [
+            _like(SCAPE99, "d from max(v, s2)", "max normalizer"),  # would it make dense steps first needless?
+            _like(WARM99, "first real visit", "first real visit"),
+            _like(SCAPE90, "first real visit", "first real visit"),
+            _like(WARM99, "d from max(v, s2)", "max normalizer"),
+            _like(SCAPE90, "d from max(v, s2)", "max normalizer"),
+            _like(WARM99, "bf16 values, rounding kept", "kept rounding", value_dtype="bf16"),
+            _like(WARM99, "ema floor 0.8", "ema floor 0.8"),
+            _like(WARM99, "ema floor 0.95", "ema floor 0.95"),
+            _like(WARM99, "score momentum 0.95", "score momentum 0.95"),
+        ],
+    )
 
 
 def _larger() -> list[Entry]:

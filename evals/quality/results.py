@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from functools import cached_property
@@ -14,6 +15,11 @@ from evals.quality.spec import RESULTS, RunSpec
 from launch.models import parameters_of_preset
 
 Result = dict[str, Any]
+
+
+def final_loss(result: Result) -> float:
+    """Validation loss at the end, infinite for a diverged run."""
+    return math.inf if result["diverged"] else float(result["val_loss"])
 
 
 class Results:
@@ -66,7 +72,16 @@ class Results:
             tuned = entry.tuned
             yield from (tuned.run(lr, TUNING_SEED) for lr, loss in self.tuning(tuned).items() if loss is None)
         else:
-            yield from (run for seed in SEEDS if self.get(run := entry.run(chosen, seed)) is None)
+            yield from (run for seed in self._wanted(entry, chosen) if self.get(run := entry.run(chosen, seed)) is None)
+
+    def _wanted(self, entry: Entry, lr: float) -> tuple[int, ...]:
+        """The fresh seeds of an entry; the first alone until it says whether that is enough, and where it is."""
+        if entry.rate_of is None or math.isinf(entry.far):
+            return SEEDS
+        ours, theirs = (self.get(one.run(lr, SEEDS[0])) for one in (entry, entry.rate_of))
+        if ours is None or (theirs is not None and final_loss(ours) - final_loss(theirs) > entry.far):
+            return SEEDS[:1]
+        return SEEDS
 
     def finals(self, entry: Entry) -> list[Result]:
         """The finished runs of the fresh seeds at the chosen rate, by seed."""

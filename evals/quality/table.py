@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 from evals.quality.groups import GROUPS, Entry
-from evals.quality.results import Result, Results
+from evals.quality.results import Result, Results, final_loss
 
 HEAD = (
     "| method | lr (tuning loss of those tried) | val loss, nats/token: mean ± sd (seeds) | paired difference ± se "
@@ -26,7 +26,7 @@ class Difference:
 
 def losses(finals: list[Result]) -> dict[int, float]:
     """Validation loss by seed, diverged runs as infinity."""
-    return {r["spec"]["seed"]: math.inf if r["diverged"] else r["val_loss"] for r in finals}
+    return {r["spec"]["seed"]: final_loss(r) for r in finals}
 
 
 def difference(finals: list[Result], reference: list[Result]) -> Difference | None:
@@ -79,7 +79,7 @@ def _row(entry: Entry, entries: list[Entry], results: Results) -> str:
 
 
 def _gap(gap: Difference) -> str:
-    return f"{gap.mean:+.4f} ± {gap.error:.4f} ({gap.share:+.2%})"
+    return f"{gap.mean:+.4f}{_plus_minus(gap.error)} ({gap.share:+.2%})"
 
 
 def _rates(entry: Entry, chosen: float | None, results: Results) -> str:
@@ -93,4 +93,8 @@ def _mean(values: list[float]) -> str:
     if not values:
         return ""
     spread = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
-    return f"{statistics.fmean(values):.4f} ± {spread:.4f} ({len(values)})"
+    return f"{statistics.fmean(values):.4f}{_plus_minus(spread)} ({len(values)})"
+
+
+def _plus_minus(spread: float) -> str:
+    return f" ± {spread:.4f}" if math.isfinite(spread) else ""

@@ -107,10 +107,36 @@ def test_an_entry_at_anothers_rate_waits_for_it_and_then_runs_the_seeds(tmp_path
         spec.name for spec in Results(tmp_path).remaining(SCAPE99)
     ]
     tuned(tmp_path, {-1: 3.1, 0: 3.0, 1: 3.2})
-    left = list(Results(tmp_path).remaining(change))
-    assert [spec.seed for spec in left] == list(SEEDS) and {spec.rule for spec in left} == {"no residual"}
+    warm = change.rate_of
+    assert warm is not None and warm.rate_of is SCAPE99  # a change of a change has the rate of what was tuned
+    left = list(Results(tmp_path).remaining(warm))
+    assert [spec.seed for spec in left] == list(SEEDS) and {spec.lr for spec in left} == {5e-4}
     finish(tmp_path, left[1], 3.3)
-    assert [spec.seed for spec in Results(tmp_path).remaining(change)] == [1, 3]
+    assert [spec.seed for spec in Results(tmp_path).remaining(warm)] == [1, 3]
+    assert [(spec.lr, spec.seed) for spec in Results(tmp_path).remaining(change)] == [(5e-4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("group", "loss", "seeds"),
+    [
+        *[("ablations", loss, seeds) for loss, seeds in ((3.101, []), (3.099, [2, 3]), (2.5, [2, 3]))],
+        *[("rule", loss, seeds) for loss, seeds in ((3.011, []), (3.009, [2, 3]), (math.inf, []))],
+    ],
+)
+def test_a_change_that_is_plainly_behind_on_one_seed_gets_no_others(
+    tmp_path: Path, group: str, loss: float, seeds: list[int]
+) -> None:
+    tuned(tmp_path, {-1: 3.1, 0: 3.0, 1: 3.2})
+    change = next(entry for entry in GROUPS[group] if entry.rate_of is not None and entry.rate_of.rate_of is SCAPE99)
+    assert change.rate_of is not None
+    (first,) = Results(tmp_path).remaining(change)
+    finish(tmp_path, first, loss, math.isinf(loss))
+    assert [spec.seed for spec in Results(tmp_path).remaining(change)] == [2, 3]  # nothing to compare it with yet
+    finish(tmp_path, change.rate_of.run(5e-4, 1), 3.0)
+    assert [spec.seed for spec in Results(tmp_path).remaining(change)] == seeds
+    if seeds == [] and math.isfinite(loss):
+        row = next(line for line in table.group_table(group, Results(tmp_path)) if f"| {change.name} |" in line)
+        assert f"| {loss:.4f} (1) | +{loss - 3:.4f} (" in row and "nan" not in row
 
 
 def test_differences_are_paired_by_seed() -> None:

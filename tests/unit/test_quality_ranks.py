@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from deepspeed_scape.config import ScapeOptions
+from evals.quality.job import Job
 from evals.quality.ranks import DenseRanks, ScapeRanks, dense_optimizer
 from evals.quality.rules import RULES, Rules
+from evals.quality.spec import RunSpec
+from launch.tokens import TokenData
 from tests.simulation import GroupSpec, Simulation
 
 SHAPES = [(40, 30), (30,), (30, 50), (7,)]
@@ -120,6 +124,35 @@ def test_every_rule_changes_the_training_and_still_trains(rule: str, monkeypatch
         adams._delay_tables.cache_clear()
     assert not torch.equal(*finals) and bool(finals[1].isfinite().all())
     assert finals[1].norm() < torch.cat([p.detach().flatten() for p in parameters()]).norm()
+
+
+def job_of(world: int, preset: str = "tiny") -> Job:
+    draw = np.random.default_rng(0)
+    train, val = (draw.integers(512, size=20_000, dtype=np.uint16) for _ in range(2))
+    data = TokenData(train=train, val=val, meta={"vocab": 512, "key": "none"})
+    return Job(
+        RunSpec(method="", config="zero2_scape90_fp32", preset=preset, seq=32, world=world, micro_batch=2, lr=1e-3),
+        data,
+    )
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_gradients_of_all_ranks_at_once_are_those_one_by_one(preset: str) -> None:
+    job = job_of(4, preset)
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(512, size=(4, 2, 33)))
+    (apart, loss_apart), (together, loss_together) = job.one_by_one(tokens), job.at_once(tokens)
+    assert loss_together == pytest.approx(loss_apart, rel=1e-6)
+    for ours, theirs in zip(together, apart, strict=True):
+        for got, expected in zip(ours, theirs, strict=True):
+            assert got is not None and expected is not None
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-6 * float(expected.abs().max()))
+
+
+def test_two_ranks_have_passes_of_their_own_and_more_ranks_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("one_by_one", "at_once"):
+        monkeypatch.setattr(Job, way, lambda job, tokens, way=way: (way, tokens.shape))
+    ways = [job_of(world).gradients() for world in (1, 2, 4)]
+    assert ways == [("one_by_one", (1, 2, 33)), ("one_by_one", (2, 2, 33)), ("at_once", (4, 2, 33))]
 
 
 def test_kept_rounding_loses_nothing() -> None:
