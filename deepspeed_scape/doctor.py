@@ -252,6 +252,8 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
         share = f"{sent / dense:.2%}" if dense else "-"
         table.add_row(name, show_bytes(sent), share, show_bytes(held), f"{held / params:.2f}")
     console.print(table)
+    if options.sparsity and options.warmup_steps:
+        console.print(f"from step {options.warmup_steps + 1} on; those before are dense (warmup_steps), at dense costs")
     if pinned := memory.pinned(params, ranks, options.residual_dtype, options.residual_device):
         said = f"and {show_bytes(pinned)} of pinned host memory (residual_device), moved once a step"
         console.print(f"on GPUs, {said}; on CPUs the residual is in host memory as it is")

@@ -80,26 +80,33 @@ class ScapeGroup:
         pairs = [(g, slot.start) for slot, g in zip(self.layout.slots, grads, strict=True) if g is not None]
         self.residual.accumulate([grad for grad, _ in pairs], [start for _, start in pairs], scale)
 
-    def pack(self, out: Tensor, dense: bool) -> None:
-        """Move the masked entries of the residual into ``out`` (W, K)."""
-        self.residual.pack(None if dense else self._made(), out)
+    # What a message carries is the mask in use, K of each partition, or in a dense step some ``columns``, the same
+    # stretch of every partition: a dense step goes in pieces, so that no buffer is of size P.
 
-    def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
+    def pack(self, out: Tensor, columns: slice | None = None) -> None:
+        """Move the masked entries of the residual, or those columns, into ``out`` (W, K)."""
+        self.residual.pack(self._made(), out) if columns is None else self.residual.take(columns, out)
+
+    def update(self, mean: Tensor, step: int, columns: slice | None = None, out: Tensor | None = None) -> Tensor:
         """Apply the synchronised gradients (K,) fp32 on the owner; return the K new weights, in ``out`` if given."""
-        self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
+        if self.decay.steps < step:  # the first piece of this step
+            self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
         hyper = Hyper.of_group(self.hyper_group, self.options.normalizer)
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])
+        last, own = self.last, None
+        if columns is None:
+            own = self._own_mask()
+        else:
+            states, last = (states[0][columns], states[1][columns], states[2][columns]), last[columns]
         self.moments["step"].fill_(step)
-        own = self._own_mask(dense)
         if self.visits is not None:
-            self.visits.add_(1) if own is None else self.visits.index_add_(0, own, self._ones)
+            self.visits[columns].add_(1) if own is None else self.visits.index_add_(0, own, self._ones)
         out = torch.empty_like(mean) if out is None else out
-        ops_for(mean, *states).update(own, mean, step, states, self.last, self.decay, hyper, out)
+        ops_for(mean, *states).update(own, mean, step, states, last, self.decay, hyper, out)
         return out
 
-    def _own_mask(self, dense: bool) -> Tensor | None:  # (K,) int64 within the partition; None for all of it
-        start = self.rank * self.layout.partition_size
-        return None if dense else self._made().view(self.layout.world_size, -1)[self.rank] - start
+    def _own_mask(self) -> Tensor:  # (K,) int64 within the partition
+        return self._made().view(self.layout.world_size, -1)[self.rank] - self.rank * self.layout.partition_size
 
     def count_visits(self) -> None:
         """Count from now on how often each element of the own partition is synchronised: 4 S bytes."""
@@ -115,13 +122,15 @@ class ScapeGroup:
 
     def visited_at(self, step: int, dense: bool) -> Tensor:
         """() int64: how many elements of the mask in use (of all, in a dense step) were last visited at ``step``."""
-        own = self._own_mask(dense)
-        last = self.last if own is None else self.last.index_select(0, own)
+        last = self.last if dense else self.last.index_select(0, self._own_mask())
         return (last == step).sum()
 
-    def scatter(self, values: Tensor, dense: bool) -> None:
+    def scatter(self, values: Tensor, columns: slice | None = None) -> None:
         """Write the gathered new parameters (W, K), model dtype, into the replica."""
-        scatter_params(self.flat, None if dense else self._made(), values)
+        if columns is None:
+            scatter_params(self.flat, self._made(), values)
+        else:
+            self.flat.view(self.layout.world_size, -1)[:, columns].copy_(values)
 
     def select(self, step: int) -> Tensor:
         """(K,) int64: the elements of this owner's partition that should be sent next."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from deepspeed_scape.config import ScapeConfigError, ScapeOptions
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.pages import zeros
-from deepspeed_scape.residual import DeviceResidual, Residual, pack, pack_bucket, prepare_accumulate, sum_squares
+from deepspeed_scape.residual import DeviceResidual, Residual, pack_bucket, prepare_accumulate, sum_squares, take
 from deepspeed_scape.staging import Staging
 
 BUCKET = 1 << 23  # elements: 32 MiB of fp32, a millisecond of PCIe; torch rounds pinned memory up to a power of two
@@ -94,25 +94,40 @@ class HostResidual:
         step.prepare(self._own_start, self._own_start + self.own.numel(), self.own.device)(self.own)
         self._waiting.append(step)
 
-    def pack(self, position: Tensor | None, out: Tensor) -> None:
-        rows = None if position is None else position.view(out.shape)
-        self._take(self.own, self._own_start, rows, out)
-        self._pass(lambda bucket, values: self._take(values, bucket.start, rows, out))
+    def pack(self, position: Tensor, out: Tensor) -> None:
+        rows = position.view(out.shape)
 
-    def _take(
-        self,
-        values: Tensor,  # (n,) on the device: part of one partition
-        start: int,
-        rows: Tensor | None,  # (W, K) int64
-        out: Tensor,  # (W, K), written
-    ) -> None:
-        if not values.numel():
-            return
-        owner, first = divmod(start, self.layout.partition_size)
-        if rows is None:
-            pack(values, None, out[owner : owner + 1, first : first + values.numel()])
-        else:
-            pack_bucket(values, start, rows[owner], out[owner])
+        def work(part: Bucket, values: Tensor) -> None:
+            owner = part.start // self.layout.partition_size
+            pack_bucket(values, part.start, rows[owner], out[owner])
+
+        if self.own.numel():
+            work(Bucket(start=self._own_start, values=self.own), self.own)
+        self._pass(work)
+
+    def take(self, columns: slice, out: Tensor) -> None:
+        """A dense step asks piece by piece; gradients that wait are added to all buckets before the first."""
+        if self._waiting:
+            self._pass(lambda bucket, values: None)
+
+        def work(part: Bucket, values: Tensor) -> None:
+            owner, first = divmod(part.start, self.layout.partition_size)
+            first -= columns.start
+            take(values, out[owner, first : first + values.numel()])
+
+        for own in self._within(columns, [Bucket(start=self._own_start, values=self.own)]):
+            work(own, own.values)
+        self._pass(work, self._within(columns, self.buckets))
+
+    def _within(self, columns: slice, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """The parts of buckets that lie in those columns of their partitions."""
+        parts = []
+        for bucket in buckets:
+            first = bucket.start % self.layout.partition_size if self.layout.partition_size else 0
+            values = bucket.values[max(columns.start - first, 0) : max(columns.stop - first, 0)]
+            if values.numel():
+                parts.append(Bucket(start=bucket.start + max(columns.start - first, 0), values=values))
+        return parts
 
     def partition(self, owner: int) -> Tensor:
         if owner != self.rank:
@@ -149,12 +164,18 @@ class HostResidual:
     def _own_start(self) -> int:
         return self.rank * self.layout.partition_size
 
-    def _pass(self, work: Callable[[Bucket, Tensor], None], changes: bool = True) -> None:
-        """Every bucket once over the device: what waits is added, then ``work`` sees it, and may change it."""
+    def _pass(
+        self, work: Callable[[Bucket, Tensor], None], buckets: Sequence[Bucket] | None = None, changes: bool = True
+    ) -> None:
+        """Buckets once over the device: what waits is added, then ``work`` sees it, and may change it.
+
+        Only where nothing waits may these be others than all of them.
+        """
         waiting, self._waiting = self._waiting, []
+        buckets = self.buckets if buckets is None else buckets
 
         def prepare(i: int) -> Callable[[Tensor], None]:
-            bucket = self.buckets[i]
+            bucket = buckets[i]
             adds = [step.prepare(bucket.start, bucket.stop, self.own.device) for step in waiting]
 
             def visit(values: Tensor) -> None:
@@ -164,7 +185,7 @@ class HostResidual:
 
             return visit
 
-        self.staging.visit([bucket.values for bucket in self.buckets], prepare, write_back=changes or bool(waiting))
+        self.staging.visit([bucket.values for bucket in buckets], prepare, write_back=changes or bool(waiting))
 
     def _settle(self) -> None:
         """All that has been accumulated is in the buckets, and the host may read and write them."""

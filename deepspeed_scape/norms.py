@@ -105,9 +105,13 @@ class GradientNorms:
         self,
         packed: Tensor,  # (W, K) value dtype: what this rank sent
         mean: Tensor,  # (K,) fp32: what this owner received
+        further: bool = False,  # another piece of the same step
     ) -> None:
         """Keep the two sums whose ratio, over all ranks, tells the share of the signal; sent with the next step."""
-        self._noted = (sum_squares([mean]), sum_squares([packed]))
+        sums = (sum_squares([mean]), sum_squares([packed]))
+        if further and self._noted is not None:
+            sums = (self._noted[0] + sums[0], self._noted[1] + sums[1])
+        self._noted = sums
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

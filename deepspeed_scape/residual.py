@@ -26,8 +26,11 @@ class Residual(Protocol):
     def accumulate(self, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         """Add scaled local gradients, each from its start in the flat buffer on."""
 
-    def pack(self, position: Tensor | None, out: Tensor) -> None:
+    def pack(self, position: Tensor, out: Tensor) -> None:
         """Move the masked entries into ``out`` (W, K), leaving zeros; ``position`` as in :func:`pack`."""
+
+    def take(self, columns: slice, out: Tensor) -> None:
+        """Move those columns of every partition into ``out`` (W, n), leaving zeros; see :func:`take`."""
 
     def partition(self, owner: int) -> Tensor:
         """(S,) on the device, a view: what waits for one owner. This rank's own can always be had."""
@@ -49,14 +52,17 @@ class DeviceResidual:
     """All P elements in one tensor on the device."""
 
     def __init__(self, layout: GroupLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self.partition_size = layout.partition_size
+        self.world_size, self.partition_size = layout.world_size, layout.partition_size
         self.values = zeros(layout.numel, dtype, device)  # (P,)
 
     def accumulate(self, grads: Sequence[Tensor], starts: Sequence[int], scale: float) -> None:
         accumulate(self.values, grads, starts, scale)
 
-    def pack(self, position: Tensor | None, out: Tensor) -> None:
+    def pack(self, position: Tensor, out: Tensor) -> None:
         pack(self.values, position, out)
+
+    def take(self, columns: slice, out: Tensor) -> None:
+        take(self.values.view(self.world_size, -1)[:, columns], out)
 
     def partition(self, owner: int) -> Tensor:
         start = owner * self.partition_size
@@ -119,11 +125,20 @@ def prepare_accumulate(
 
 def pack(
     residual: Tensor,  # (P,) fp32 or bf16; the packed entries become 0
-    position: Tensor | None,  # (W*K,) int64 places in the flat buffer, rank by rank; None takes all
+    position: Tensor,  # (W*K,) int64 places in the flat buffer, rank by rank
     out: Tensor,  # (W, K) value dtype, written: what this rank sends to each owner
 ) -> None:
     """Take the masked entries out of the residual, leaving zeros."""
     ops_for(residual, out).pack(residual, position, out)
+
+
+def take(
+    values: Tensor,  # (...) fp32 or bf16, a view of a residual; becomes 0
+    out: Tensor,  # of the same shape, value dtype, written
+) -> None:
+    """:func:`pack` for all of a view: what a dense step sends."""
+    out.copy_(values)
+    values.zero_()
 
 
 def pack_bucket(
@@ -138,7 +153,7 @@ def pack_bucket(
 
 def scatter_params(
     flat: Tensor,  # (P,) model dtype, this rank's replica, updated
-    position: Tensor | None,  # (W*K,) int64; None for a dense step
+    position: Tensor,  # (W*K,) int64
     values: Tensor,  # (W, K) model dtype: the new parameters of every owner
 ) -> None:
     """Write the gathered parameters into the replica; the model's parameters are views into it."""

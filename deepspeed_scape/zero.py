@@ -12,19 +12,20 @@ from __future__ import annotations
 import atexit
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_scape import checkpoint, faults, gradient_views, reshard
 from deepspeed_scape.agreement import all_or_none
 from deepspeed_scape.backward import keep_gradient, refuse_unseen
-from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.buffers import Piece, WireBuffers
 from deepspeed_scape.diagnostics import Diagnostics
 from deepspeed_scape.exchange import Exchange
 from deepspeed_scape.group import ScapeGroup
@@ -76,6 +77,9 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch = Stopwatch(self.scape_groups[0].flat.device)
         self.monitor: StepMonitor | None = None  # set by the engine that builds us
         self._link_optimizer_states()
+        if self.options.sparsity and self.options.warmup_steps:
+            sent = f"{self.options.density:.4g} of the elements is sent from step {self.options.warmup_steps + 1} on"
+            log_dist(f"SCAPE: {sent}, all of them before (warmup_steps)", ranks=[0])
         atexit.register(_close, weakref.ref(self.exchange))
 
     def _build_group(self, i: int) -> ScapeGroup:
@@ -202,11 +206,13 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch.lap("accumulate")
         if not dense:
             self._take_mask(step)
-        mean = self._pack_and_reduce(step, dense)
         self.diagnostics.before_update(step, dense)
-        gathering = self._update(mean, step, dense)
+        pieces: Sequence[Piece | None] = self.wire.dense_pieces() if dense else [None]
+        for i, piece in enumerate(pieces[:-1]):
+            self._scatter(self._synchronise(piece, step, further=i > 0)(), piece)
+        gathering = self._synchronise(pieces[-1], step, further=len(pieces) > 1)
         masks = None if self._is_dense(step + 1) else self._select(step)  # while the parameters are under way
-        self._scatter(gathering(), dense)
+        self._scatter(gathering(), pieces[-1])
         self.diagnostics.after_step(step, dense)
         self.visits += sent_share(self.scape_groups, dense)
         self.applied_steps = step
@@ -232,31 +238,39 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.overflow = not self.norms.finite
         self.stopwatch.lap("norm")
 
-    def _pack_and_reduce(self, step: int, dense: bool) -> list[Tensor]:
-        packed, parts = self.wire.send_buffer(dense)
-        for group, part in zip(self.scape_groups, parts, strict=True):
-            group.pack(part, dense)
+    def _synchronise(self, piece: Piece | None, step: int, further: bool = False) -> Callable[[], Tensor]:
+        """Reduce the masked entries, or a piece of a dense step, and update; returns what waits for the parameters."""
+        return self._update(self._pack_and_reduce(piece, step, further), piece, step)
+
+    def _pack_and_reduce(self, piece: Piece | None, step: int, further: bool) -> list[Tensor]:
+        packed, parts = self.wire.send_buffer(piece)
+        for group, part, columns in self._parts(piece, parts):
+            group.pack(part, columns)
         self.stopwatch.lap("pack")
-        if self.wire.votes and not dense:
+        if self.wire.votes and piece is None:
             ballots = self.wire.cast_ballots(step)
             self.stopwatch.lap("ballots")
             mean, received = self.exchange.reduce_with_ballots(packed, ballots)
             self.wire.count_ballots(received)
         else:
             mean = self.exchange.reduce_mean(packed)
-        self.norms.note_synchronised(packed, mean)
+        self.norms.note_synchronised(packed, mean, further)
         self.stopwatch.lap("reduce")
-        return self.wire.split_mean(mean, dense)
+        return self.wire.split_mean(mean, piece)
 
-    def _update(self, means: list[Tensor], step: int, dense: bool) -> Callable[[], Tensor]:
+    def _update(self, means: list[Tensor], piece: Piece | None, step: int) -> Callable[[], Tensor]:
         """Update what this rank owns and start the gather of the new parameters; the result waits for it."""
-        own, parts = self.wire.param_buffer(dense)
-        for group, mean, part in zip(self.scape_groups, means, parts, strict=True):
-            group.update(mean, step, dense, part)
+        own, rows = self.wire.param_buffer(piece)
+        for (group, mean, columns), row in zip(self._parts(piece, means), rows, strict=True):
+            group.update(mean, step, columns, row)
         self.stopwatch.lap("update")
         gathering = self.exchange.start_param_gather(own)
         self.stopwatch.lap("gather")
         return gathering
+
+    def _parts(self, piece: Piece | None, tensors: list[Tensor]) -> Iterator[tuple[ScapeGroup, Tensor, slice | None]]:
+        """Every group with its part of a message, and the columns that it holds; None for those of the mask."""
+        return zip(self.scape_groups, tensors, piece or [None] * len(tensors), strict=True)
 
     def _select(self, step: int) -> Tensor:
         """(B,) uint8: score and select on the owner; it needs the new state, but nobody else's parameters."""
@@ -264,10 +278,10 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.stopwatch.lap("select")
         return own
 
-    def _scatter(self, gathered: Tensor, dense: bool) -> None:
+    def _scatter(self, gathered: Tensor, piece: Piece | None) -> None:
         self.stopwatch.lap("gather")
-        for group, values in zip(self.scape_groups, self.wire.split_params(gathered, dense), strict=True):
-            group.scatter(values, dense)
+        for group, values, columns in self._parts(piece, self.wire.split_params(gathered, piece)):
+            group.scatter(values, columns)
         self.stopwatch.lap("scatter")
 
     def _start_mask(self, own: Tensor) -> None:

@@ -33,11 +33,12 @@ def join_world_of_one(device: torch.device) -> None:
 def build(sizes: list[list[int]], device: torch.device, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     """An optimizer over parameters of these sizes, group by group, with values between -1 and 1.
 
-    Groups have weight decay, the first 0.1 and the others 0, as in a usual training script.
+    Groups have weight decay, the first 0.1 and the others 0, as in a usual training script. There are no dense steps
+    first, unless ``options`` ask for some.
     """
     from deepspeed_scape.zero import ScapeZeroOptimizer
 
-    chosen = ScapeOptions(**options)
+    chosen = ScapeOptions(**{"warmup_steps": 0, **options})
     generator = torch.Generator().manual_seed(0)
     bare: Any = object.__new__(ScapeZeroOptimizer)
     bare.options, bare.clip_grad, bare.monitor = chosen, 1.0, None

@@ -45,8 +45,8 @@ class Ops(Protocol):
     ) -> Callable[[Tensor, float], None]:
         """:meth:`accumulate` in two parts: tables go to the device now, ``(residual, scale)`` starts the work."""
 
-    def pack(self, residual: Tensor, position: Tensor | None, out: Tensor) -> None:
-        """out (W, K) = the residual at ``position`` (W*K,), or all of it; zeros stay there."""
+    def pack(self, residual: Tensor, position: Tensor, out: Tensor) -> None:
+        """out (W, K) = the residual at ``position`` (W*K,); zeros stay there."""
 
     def pack_bucket(self, bucket: Tensor, start: int, position: Tensor, out: Tensor) -> None:
         """The same for those of one owner's ``position`` (K,) that lie in [start, start + n) of ``bucket`` (n,)."""
@@ -64,8 +64,8 @@ class Ops(Protocol):
     ) -> None:
         """``adams.owner_update`` at ``own`` (K,), or everywhere: states and last (S,) in place, new weights to out."""
 
-    def scatter_params(self, flat: Tensor, position: Tensor | None, values: Tensor) -> None:
-        """flat (P,) at ``position`` (W*K,), or all of it, = values (W, K)."""
+    def scatter_params(self, flat: Tensor, position: Tensor, values: Tensor) -> None:
+        """flat (P,) at ``position`` (W*K,) = values (W, K)."""
 
     def top_k(self, moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
         """(K,) int64 ascending: the largest pending moments, ties by the lowest index, NaN as infinity."""

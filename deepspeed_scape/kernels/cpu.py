@@ -49,10 +49,9 @@ def sum_squares(grads: Sequence[Tensor]) -> Tensor:
     return torch.tensor(total, dtype=torch.float64) if math.isfinite(total) else naive.wide_sum_squares(grads)
 
 
-def pack(residual: Tensor, position: Tensor | None, out: Tensor) -> None:
-    fits = position is not None and residual.dtype == out.dtype == torch.float32
-    if fits and (loops := loops_for(residual, position)):  # type: ignore[arg-type]
-        loops.pack(residual.numpy(), position.numpy(), out.numpy())  # type: ignore[union-attr]
+def pack(residual: Tensor, position: Tensor, out: Tensor) -> None:
+    if residual.dtype == out.dtype == torch.float32 and (loops := loops_for(residual, position)):
+        loops.pack(residual.numpy(), position.numpy(), out.numpy())
     else:
         naive.pack(residual, position, out)
 

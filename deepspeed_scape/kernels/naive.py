@@ -80,15 +80,11 @@ def prepare_accumulate(
 
 def pack(
     residual: Tensor,  # (P,) fp32 or bf16; the packed entries become 0
-    position: Tensor | None,  # (W*K,) int64 places in the flat buffer, rank by rank; None takes all
+    position: Tensor,  # (W*K,) int64 places in the flat buffer, rank by rank
     out: Tensor,  # (W, K) value dtype, written, may be a slice of wider rows
 ) -> None:
-    if position is None:
-        out.copy_(residual.view(out.shape))
-        residual.zero_()
-    else:
-        out.copy_(residual.index_select(0, position).view(out.shape))
-        residual.index_fill_(0, position, 0.0)
+    out.copy_(residual.index_select(0, position).view(out.shape))
+    residual.index_fill_(0, position, 0.0)
 
 
 def pack_bucket(
@@ -128,13 +124,10 @@ def update(
 
 def scatter_params(
     flat: Tensor,  # (P,) model dtype, this rank's replica, updated
-    position: Tensor | None,  # (W*K,) int64; None for a dense step
+    position: Tensor,  # (W*K,) int64
     values: Tensor,  # (W, K) model dtype, may be a slice of wider rows
 ) -> None:
-    if position is None:
-        flat.copy_(values.reshape(-1))
-    else:
-        flat.index_copy_(0, position, values.reshape(-1))
+    flat.index_copy_(0, position, values.reshape(-1))
 
 
 def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:

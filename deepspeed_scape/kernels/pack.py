@@ -29,23 +29,19 @@ def _pack(
     out,  # (W, K) fp32 or bf16, rows row_stride apart
     kept,  # K
     row_stride,
-    DENSE: tl.constexpr,  # everything: position is not read
     BLOCK: tl.constexpr,
 ):
-    row, k, inside, place = place_of(position, kept, DENSE, BLOCK)
+    row, k, inside, place = place_of(position, kept, BLOCK)
     value = tl.load(residual + place, mask=inside, other=0.0)
     tl.store(out + row * row_stride + k, value.to(out.dtype.element_ty), mask=inside)
     tl.store(residual + place, tl.zeros([BLOCK], residual.dtype.element_ty), mask=inside)
 
 
 @on_its_device
-def pack(residual: Tensor, position: Tensor | None, out: Tensor) -> None:
+def pack(residual: Tensor, position: Tensor, out: Tensor) -> None:
     world, kept = out.shape
     if out.numel():
-        dense = position is None
-        _pack[(blocks(kept, BLOCK), world)](
-            residual, residual if dense else position, out, kept, out.stride(0), DENSE=dense, BLOCK=BLOCK, num_warps=4
-        )
+        _pack[(blocks(kept, BLOCK), world)](residual, position, out, kept, out.stride(0), BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit

@@ -8,17 +8,12 @@ import triton.language as tl
 
 @triton.jit
 def place_of(
-    position,  # (W*K,) int64; not read where DENSE
+    position,  # (W*K,) int64
     kept,  # K
-    DENSE: tl.constexpr,  # everything: entry (row, k) lies at row K + k
     BLOCK: tl.constexpr,
 ):
     """Row and columns of this program (grid: blocks of a row, rows), which of them exist, and their places."""
     row = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = k < kept
-    if DENSE:
-        place = row * kept + k
-    else:
-        place = tl.load(position + row * kept + k, mask=inside, other=0)
-    return row, k, inside, place
+    return row, k, inside, tl.load(position + row * kept + k, mask=inside, other=0)

@@ -25,19 +25,15 @@ def _scatter(
     values,  # (W, K) model dtype, rows row_stride apart
     kept,  # K
     row_stride,
-    DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, k, inside, place = place_of(position, kept, DENSE, BLOCK)
+    row, k, inside, place = place_of(position, kept, BLOCK)
     tl.store(flat + place, tl.load(values + row * row_stride + k, mask=inside), mask=inside)
 
 
 @on_its_device
-def scatter_params(flat: Tensor, position: Tensor | None, values: Tensor) -> None:
+def scatter_params(flat: Tensor, position: Tensor, values: Tensor) -> None:
     world, kept = values.shape
     if values.numel():
-        dense = position is None
         values = values if values.stride(1) == 1 else values.contiguous()
-        _scatter[(blocks(kept, BLOCK), world)](
-            flat, flat if dense else position, values, kept, values.stride(0), DENSE=dense, BLOCK=BLOCK, num_warps=4
-        )
+        _scatter[(blocks(kept, BLOCK), world)](flat, position, values, kept, values.stride(0), BLOCK=BLOCK, num_warps=4)

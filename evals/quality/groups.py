@@ -158,11 +158,12 @@ def _rule() -> list[Entry]:
     return _at_most(
         NOT_BETTER,
         [
-            _like(SCAPE99, "d from max(v, s2)", "max normalizer"),  # would it make dense steps first needless?
+            # would these make dense steps first needless, or their number harmless?
+            *(_like(base, "d from max(v, s2)", "max normalizer") for base in (SCAPE99, _warm(SCAPE99, 25), WARM99)),
+            _like(SCAPE99, "ema floor 0.8", "ema floor 0.8"),
+            _like(SCAPE90, "d from max(v, s2)", "max normalizer"),
             _like(WARM99, "first real visit", "first real visit"),
             _like(SCAPE90, "first real visit", "first real visit"),
-            _like(WARM99, "d from max(v, s2)", "max normalizer"),
-            _like(SCAPE90, "d from max(v, s2)", "max normalizer"),
             _like(WARM99, "bf16 values, rounding kept", "kept rounding", value_dtype="bf16"),
             _like(WARM99, "ema floor 0.8", "ema floor 0.8"),
             _like(WARM99, "ema floor 0.95", "ema floor 0.95"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_scape.adams import AdamS
-from deepspeed_scape.buffers import WireBuffers
+from deepspeed_scape.buffers import Piece, WireBuffers
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.group import ScapeGroup
 from deepspeed_scape.layout import GroupLayout, group_layout, locate
@@ -116,8 +116,10 @@ class ScapeRanks:
             rank.group.accumulate(list(own), norms.coefficient)
         if not dense and (self.ranks[0].group.position is None or not self.rules.late_mask):
             self._exchange_masks(step)
-        means = self._pack_and_reduce(step, dense)
-        self._update_and_gather(means, step, dense)
+        pieces: Sequence[Piece | None] = self.ranks[0].wire.dense_pieces() if dense else [None]
+        for i, piece in enumerate(pieces):
+            self._update_and_gather(self._pack_and_reduce(piece, step, further=i > 0), piece, step)
+        self._count_visits(dense)
         self.step_count = step
         if not self._is_dense(step + 1) and self.rules.late_mask:
             self._exchange_masks(step)
@@ -138,31 +140,33 @@ class ScapeRanks:
             rank.norms.learn(totals)
             rank.norms.judge(self.clip, 1.0)
 
-    def _pack_and_reduce(self, step: int, dense: bool) -> list[Tensor]:  # W x (K,) fp32
+    def _pack_and_reduce(self, piece: Piece | None, step: int, further: bool) -> list[Tensor]:  # W x (K,) fp32
         messages = []
         for rank in self.ranks:
-            packed, (part,) = rank.wire.send_buffer(dense)
-            rank.group.pack(part, dense)
+            packed, (part,) = rank.wire.send_buffer(piece)
+            rank.group.pack(part, None if piece is None else piece[0])
             messages.append(packed)
-        if self.ranks[0].wire.votes and not dense:
+        if self.ranks[0].wire.votes and piece is None:
             ballots = self.exchange.all_to_all([rank.wire.cast_ballots(step) for rank in self.ranks], "ballots")
             for rank, received in zip(self.ranks, ballots, strict=True):
                 rank.wire.count_ballots(received)
         means = self.exchange.reduce_mean(messages)
         for rank, packed, mean in zip(self.ranks, messages, means, strict=True):
-            rank.norms.note_synchronised(packed, mean)
+            rank.norms.note_synchronised(packed, mean, further)
         return means
 
-    def _update_and_gather(self, means: list[Tensor], step: int, dense: bool) -> None:
-        rows = []
+    def _update_and_gather(self, means: list[Tensor], piece: Piece | None, step: int) -> None:
+        rows, columns = [], None if piece is None else piece[0]
         for rank, mean in zip(self.ranks, means, strict=True):
-            own, (part,) = rank.wire.param_buffer(dense)
-            rank.group.update(rank.wire.split_mean(mean, dense)[0], step, dense, part)
+            own, (part,) = rank.wire.param_buffer(piece)
+            rank.group.update(rank.wire.split_mean(mean, piece)[0], step, columns, part)
             rows.append(own)
         gathered = self.exchange.all_gather(rows, "params")
         first = self.ranks[0]
-        first.group.scatter(first.wire.split_params(gathered, dense)[0], dense)
-        position = first.group.position
+        first.group.scatter(first.wire.split_params(gathered, piece)[0], columns)
+
+    def _count_visits(self, dense: bool) -> None:
+        position = self.ranks[0].group.position
         if dense or position is None:
             self.visits.add_(1)
         else:

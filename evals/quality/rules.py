@@ -58,34 +58,31 @@ class NoResidual(ScapeGroup):
         self.residual.zero()
         super().accumulate(grads, scale)
 
-    def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
-        own = self._own(dense)
+    def update(self, mean: Tensor, step: int, columns: slice | None = None, out: Tensor | None = None) -> Tensor:
+        own = _own(self, columns)
         square = self.moments["exp_avg_sq"]
         first = self.last[own] == 0
         square[own] = torch.where(first, mean.square(), square[own])  # v = s2 at the first visit, as in the design
         self.last[own] = step - 1
-        return super().update(mean, step, dense, out)
-
-    def _own(self, dense: bool) -> Tensor:
-        return _own_mask(self, dense)
+        return super().update(mean, step, columns, out)
 
 
 class FirstRealVisit(ScapeGroup):
     """ "First visit" is v == 0, not last == 0: a visit with a zero gradient leaves nothing to average with."""
 
-    def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
-        own = _own_mask(self, dense)
+    def update(self, mean: Tensor, step: int, columns: slice | None = None, out: Tensor | None = None) -> Tensor:
+        own = _own(self, columns)
         square = self.moments["exp_avg_sq"]
         second = mean.square() / (step - self.last[own])
         square[own] = torch.where(square[own] == 0, second, square[own])  # the mean of s2 and s2 is s2
-        return super().update(mean, step, dense, out)
+        return super().update(mean, step, columns, out)
 
 
 class LargestNormalizer(ScapeGroup):
     """d from max(v, s2): a visit's step is never longer than its own gradient allows; v itself goes on as before."""
 
-    def update(self, mean: Tensor, step: int, dense: bool, out: Tensor | None = None) -> Tensor:
-        own = _own_mask(self, dense)
+    def update(self, mean: Tensor, step: int, columns: slice | None = None, out: Tensor | None = None) -> Tensor:
+        own = _own(self, columns)
         square = self.moments["exp_avg_sq"]
         delay = (step - self.last[own]).double()
         second = mean.double().square() / delay
@@ -94,7 +91,7 @@ class LargestNormalizer(ScapeGroup):
         kept = torch.where(self.last[own] == 0, second, keep * square[own] + (1 - keep) * second)  # v as it should be
         largest = torch.maximum(kept, second)
         square[own] = ((largest - (1 - keep) * second) / keep).float()  # so that the update arrives at `largest`
-        done = super().update(mean, step, dense, out)
+        done = super().update(mean, step, columns, out)
         square[own] = kept.float()
         return done
 
@@ -102,17 +99,20 @@ class LargestNormalizer(ScapeGroup):
 class KeptRounding(ScapeGroup):
     """What rounding the sent values to bf16 takes away stays in the residual."""
 
-    def pack(self, out: Tensor, dense: bool) -> None:
-        position = torch.arange(self.layout.numel) if dense else self._made()
+    def pack(self, out: Tensor, columns: slice | None = None) -> None:
+        everything = torch.arange(self.layout.numel)
+        position = (
+            self._made() if columns is None else everything.view(self.layout.world_size, -1)[:, columns].flatten()
+        )
         values = self.residual.state().index_select(0, position)
-        super().pack(out, dense)
+        super().pack(out, columns)
         rounded = values - out.reshape(-1).to(values.dtype)
         self.residual.load(self.residual.state().index_copy(0, position, rounded))
 
 
-def _own_mask(group: ScapeGroup, dense: bool) -> Tensor:
-    """(K,) int64: this owner's part of the mask in use, within its partition."""
-    return torch.arange(group.layout.partition_size) if dense else group.masks()[group.rank]
+def _own(group: ScapeGroup, columns: slice | None) -> Tensor:
+    """(K,) int64: what an update touches of this owner's partition."""
+    return group.masks()[group.rank] if columns is None else torch.arange(group.layout.partition_size)[columns]
 
 
 def _ema_floor(value: float) -> Callable[[], None]:

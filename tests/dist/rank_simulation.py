@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_scape import buffers
 from tests import worker
 from tests.simulation import GroupSpec, Simulation
 
@@ -65,7 +66,8 @@ def simulate(case: dict[str, Any], world: int) -> dict[str, list[Any]]:
 
 
 def distribute(case: dict[str, Any], rank: int) -> dict[str, list[Any]]:
-    """The same from a real engine."""
+    """The same from a real engine, dense steps in pieces of 700 elements: several groups in one, and one in several."""
+    buffers.PIECE = 700
     from tests.dist import tiny
 
     model = tiny.TinyNet()

@@ -51,7 +51,12 @@ def two_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[st
 
 
 def config(stage: int = 2, dtype: str = "fp32", type: str = "SCAPE", top: dict[str, Any] | None = None, **params: Any):
-    """A DeepSpeed configuration; ``params`` are the optimizer's, ``top`` goes in at the top level."""
+    """A DeepSpeed configuration; ``params`` are the optimizer's, ``top`` goes in at the top level.
+
+    SCAPE is sparse from the first step on, unless ``params`` say otherwise: most tests take few steps.
+    """
+    if type == "SCAPE":
+        params = {"warmup_steps": 0, **params}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_clipping": 0.0,

@@ -24,7 +24,6 @@ WIDE = {
     "accumulate._stream[g-bf16-squares-both]": 3,
     "accumulate._stream[g-fp32]": 4,
     "accumulate._stream[g-fp32-squares]": 2,
-    "pack._pack[dense]": 1,
     "update._update[ema-dense]": 5,
     "update._update[adams-dense]": 4,
     "top_k._collect[r-fp32]": 6,

@@ -126,14 +126,12 @@ def test_kept_tables_are_those_of_the_block_size(monkeypatch: pytest.MonkeyPatch
     share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     dtypes=st.sampled_from([(a, b) for a in FLOATS[:2] for b in FLOATS[:2]]),
     rare=st.booleans(),
-    dense=st.booleans(),
 )
 def test_pack_and_scatter(
-    world: int, size: int, share: float, dtypes: tuple[torch.dtype, torch.dtype], rare: bool, dense: bool
+    world: int, size: int, share: float, dtypes: tuple[torch.dtype, torch.dtype], rare: bool
 ) -> None:
-    kept = size if dense else int(share * size)
-    rows = [sorted_places(size, kept, rank) + rank * size for rank in range(world)]
-    position = None if dense else torch.cat(rows)
+    kept = int(share * size)
+    position = torch.cat([sorted_places(size, kept, rank) + rank * size for rank in range(world)])
     residual = random(world * size, dtype=dtypes[0])
     if rare:
         residual[: len(RARE)] = torch.tensor(RARE, device=DEVICE)[: residual.numel()].to(dtypes[0])

@@ -61,7 +61,7 @@ def test_update(normalizer: str, weight_decay: float, monkeypatch: pytest.Monkey
             one.use_masks(index)
             if one is twin:
                 monkeypatch.setattr("deepspeed_scape.group.ops_for", lambda *_: naive)
-            results.append(one.update(mean, step, dense=False))
+            results.append(one.update(mean, step))
             monkeypatch.undo()
         assert torch.allclose(*results, rtol=2e-6, atol=2e-6)
     assert torch.equal(loop.last, twin.last) and loop.moments["step"] == 59

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deepspeed_scape import kernels, register
+from deepspeed_scape import buffers, kernels, register
 from deepspeed_scape.buffers import WireBuffers
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.group import ScapeGroup
@@ -35,20 +38,41 @@ def group(numel: int, dtype: torch.dtype, world: int = 2, rank: int = 0, **optio
     return ScapeGroup(layout=layout, options=chosen, optimizer=optimizer, number=0, flat=flat, master=master, rank=rank)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_messages_keep_groups_of_different_dtypes_apart(dense: bool) -> None:
+@pytest.mark.parametrize(
+    ("piece", "kept"),
+    [
+        (None, [2, 1, 1]),
+        ((slice(0, 3), slice(0, 2), slice(0, 1)), [3, 2, 1]),
+        ((slice(2, 3), slice(0, 1), slice(0, 0)), [1, 1, 0]),
+    ],
+)
+def test_messages_keep_groups_of_different_dtypes_apart(piece: Any, kept: list[int]) -> None:
     groups = [group(6, torch.bfloat16), group(4, torch.float32), group(2, torch.float16)]
     wire = WireBuffers(groups, 2, torch.float32)
-    packed, parts = wire.send_buffer(dense)
-    assert [tuple(part.shape) for part in parts] == [(2, g.kept(dense)) for g in groups]
-    own, rows = wire.param_buffer(dense)
+    packed, parts = wire.send_buffer(piece)
+    assert [tuple(part.shape) for part in parts] == [(2, n) for n in kept]
+    own, rows = wire.param_buffer(piece)
     assert own.numel() % 4 == 0
     for row, value in zip(rows, (1.5, 2.5, 3.5), strict=True):
         row.fill_(value)
-    got = wire.split_params(torch.stack([own, own]), dense)
-    for values, g, value in zip(got, groups, (1.5, 2.5, 3.5), strict=True):
-        assert values.dtype == g.flat.dtype and values.shape == (2, g.kept(dense)) and (values == value).all()
-    assert sum(part.numel() for part in wire.split_mean(packed[0], dense)) == packed.shape[1]
+    got = wire.split_params(torch.stack([own, own]), piece)
+    for values, g, n, value in zip(got, groups, kept, (1.5, 2.5, 3.5), strict=True):
+        assert values.dtype == g.flat.dtype and values.shape == (2, n) and (values == value).all()
+    assert [part.numel() for part in wire.split_mean(packed[0], piece)] == kept
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4), world=st.integers(1, 4), most=st.integers(1, 200))
+def test_a_dense_step_goes_in_pieces_that_hold_everything_once(sizes: list[int], world: int, most: int) -> None:
+    with mock.patch.object(buffers, "PIECE", most):
+        wire = WireBuffers([group(size * world, torch.float32, world) for size in sizes], world, torch.float32)
+        pieces = wire.dense_pieces()
+    seen = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+    for piece in pieces:
+        assert 0 < world * sum(columns.stop - columns.start for columns in piece) <= max(most, world)
+        for counts, columns in zip(seen, piece, strict=True):
+            counts[columns] += 1
+    assert all(bool((counts == 1).all()) for counts in seen)
+    assert len(pieces) == -(-sum(sizes) // max(1, most // world))
 
 
 def test_masks_of_all_groups_share_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +87,7 @@ def test_masks_of_all_groups_share_one_message(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_group_before_its_first_mask_says_so() -> None:
     with pytest.raises(RuntimeError, match="no mask has been made"):
-        group(4, torch.float32).pack(torch.empty(2, 1), dense=False)
+        group(4, torch.float32).pack(torch.empty(2, 1))
 
 
 class OneRank:

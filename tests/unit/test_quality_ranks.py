@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepspeed_scape import buffers
 from deepspeed_scape.config import ScapeOptions
 from evals.quality.job import Job
 from evals.quality.ranks import DenseRanks, ScapeRanks, dense_optimizer
@@ -47,7 +48,7 @@ def gradients(params: list[Tensor], step: int, world: int) -> list[list[Tensor]]
 
 def ranks_of(world: int, rules: Rules = RULES[""], **options: Any) -> tuple[list[nn.Parameter], ScapeRanks]:
     params = parameters()
-    parsed = ScapeOptions(lr=1e-2, weight_decay=0.1, **options)
+    parsed = ScapeOptions(**{"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 0, **options})
     return params, ScapeRanks(params, parsed, world, 1.0, rules)
 
 
@@ -71,6 +72,23 @@ def test_steps_are_those_of_the_simulation(name: str, world: int) -> None:
     for got, want in zip(params, simulation.parameters(0), strict=True):
         torch.testing.assert_close(got.detach(), want, rtol=1e-4, atol=1e-6)
     assert any((got - first).abs().max() > 1e-3 for got, first in zip(params, start, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_dense_steps_in_pieces_are_the_same_steps(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    finals = []
+    for most in (buffers.PIECE, 500):
+        monkeypatch.setattr(buffers, "PIECE", most)
+        params, ranks = ranks_of(world, sparsity=0.9, warmup_steps=6)
+        assert len(ranks.ranks[0].wire.dense_pieces()) == (1 if most > 500 else 6)
+        for step in range(10):
+            ranks.step(gradients(list(params), step, world), 1e-2)
+        finals.append([*(p.detach().clone() for p in params), ranks.visits, *(r.group.last for r in ranks.ranks)])
+        signal = ranks.ranks[0].norms.signal_share
+        sent = ranks.stats["bytes_reduce"]
+        finals[-1].append(torch.tensor([signal, sent]))
+    for ours, theirs in zip(*finals, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # the clip norm is summed in another order
 
 
 def test_ballots_change_the_masks_of_several_ranks_and_of_one_nothing() -> None:
@@ -161,8 +179,8 @@ def test_kept_rounding_loses_nothing() -> None:
     group.residual.load(torch.randn(group.layout.numel))
     group.use_masks(torch.stack([torch.arange(5, 5 + group.layout.kept)] * 2))
     before = group.residual.state().clone()
-    packed, (part,) = ranks.ranks[0].wire.send_buffer(False)
-    group.pack(part, False)
+    packed, (part,) = ranks.ranks[0].wire.send_buffer(None)
+    group.pack(part)
     assert group.position is not None
     after = group.residual.state().clone()
     after[group.position] += packed.flatten().float()

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_scape import kernels
-from deepspeed_scape.residual import CHUNK, accumulate, pack, scatter_params, sum_squares
+from deepspeed_scape.layout import GroupLayout
+from deepspeed_scape.residual import CHUNK, DeviceResidual, accumulate, pack, scatter_params, sum_squares
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -44,20 +45,19 @@ def test_pack_moves_every_entry_exactly_once(world: int, size: int, data: st.Dat
     assert int((residual == 0).sum()) == world * kept
 
 
-def test_a_dense_pack_takes_everything() -> None:
-    residual = torch.randn(6, dtype=torch.float32)
-    before = residual.clone()
-    out = torch.empty(2, 3, dtype=torch.bfloat16)
-    pack(residual, None, out)
-    assert torch.equal(out.view(-1), before.bfloat16()) and not residual.any()
+def test_columns_are_taken_of_every_partition() -> None:
+    layout = GroupLayout(world_size=2, partition_size=4, kept=1, slots=())
+    residual = DeviceResidual(layout, torch.float32, torch.device("cpu"))
+    residual.load(torch.arange(1.0, 9.0))
+    out = torch.empty(2, 2, dtype=torch.bfloat16)
+    residual.take(slice(1, 3), out)
+    assert out.tolist() == [[2, 3], [6, 7]] and residual.state().tolist() == [1, 0, 0, 4, 5, 0, 0, 8]
 
 
 def test_scatter_writes_only_the_gathered_places() -> None:
     flat = torch.zeros(8, dtype=torch.bfloat16)
     scatter_params(flat, torch.tensor([1, 6]), torch.tensor([[2.0], [3.0]], dtype=torch.bfloat16))
     assert flat.tolist() == [0, 2, 0, 0, 0, 0, 3, 0]
-    scatter_params(flat, None, torch.ones(2, 4, dtype=torch.bfloat16))
-    assert flat.tolist() == [1.0] * 8
 
 
 @pytest.fixture(params=["compiled", "torch"])
