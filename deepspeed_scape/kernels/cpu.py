@@ -29,7 +29,7 @@ __all__ = [
     "accumulate",
     "block_top_k",
     "decode_masks",
-    "encode_mask",
+    "encode_masks",
     "pack",
     "pack_bucket",
     "prepare_accumulate",
@@ -87,9 +87,9 @@ def update(
         out.copy_(new)
 
 
-def encode_mask(index: Tensor, code: MaskCode, out: Tensor) -> None:
-    loops = loops_for(index, out) if code.kind == "delta" else None
-    loops.encode_delta(index.numpy(), out.numpy()) if loops else naive.encode_mask(index, code, out)
+def encode_masks(index: Tensor, code: MaskCode, out: Tensor) -> None:
+    loops = loops_for(index) if code.kind == "delta" and out.stride(1) == 1 else None
+    loops.encode_delta(index.numpy(), out.numpy()) if loops else naive.encode_masks(index, code, out)
 
 
 def decode_masks(encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:

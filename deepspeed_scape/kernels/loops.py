@@ -209,22 +209,24 @@ def update(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, error_model="numpy")
 def encode_delta(  # type: ignore[no-untyped-def]
-    index,  # (K,) int64 ascending
-    out,  # (nbytes,) uint8, written
+    index,  # (n, K) int64 ascending in each row
+    out,  # (n, nbytes) uint8, written, may be a slice of wider rows
 ):
     """The delta code of ``encoding``: gaps, with 255 for "255 further"."""
-    place = 0
-    behind = -1
-    for k in range(index.size):
-        gap = index[k] - behind - 1
-        behind = index[k]
-        while gap >= 255:
-            out[place] = 255
-            gap -= 255
+    masks, kept = index.shape
+    for mask in range(masks):
+        place = 0
+        behind = -1
+        for k in range(kept):
+            gap = index[mask, k] - behind - 1
+            behind = index[mask, k]
+            while gap >= 255:
+                out[mask, place] = 255
+                gap -= 255
+                place += 1
+            out[mask, place] = gap
             place += 1
-        out[place] = gap
-        place += 1
-    out[place:] = 255
+        out[mask, place:] = 255
 
 
 @njit(cache=True, error_model="numpy")

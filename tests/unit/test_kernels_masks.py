@@ -144,9 +144,8 @@ def test_mask_codes(size: int, share: float | str, kind: str, where: str, seed: 
     code = MaskCode(kind=kind, size=size, kept=kept, nbytes=nbytes)  # type: ignore[arg-type]
     encoded = torch.full((2, nbytes + 5), 7, dtype=torch.uint8, device=DEVICE)[:, 2 : 2 + nbytes]
     twin = torch.zeros(2, nbytes, dtype=torch.uint8, device=DEVICE)
-    for mask, row, row_twin in zip(masks, encoded, twin, strict=True):
-        gpu.encode_mask(mask, code, row)
-        naive.encode_mask(mask, code, row_twin)
+    gpu.encode_masks(torch.stack(masks), code, encoded)
+    naive.encode_masks(torch.stack(masks), code, twin)
     assert torch.equal(encoded, twin)
     faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert torch.equal(gpu.decode_masks(encoded, code, faults), torch.stack(masks)) and int(faults) == 0
@@ -163,8 +162,7 @@ def test_offset_code(block: tuple[int, float], size: int) -> None:
     index = gpu.decode_masks(encoded, code, faults)
     assert torch.equal(index, naive.decode_masks(encoded, code, faults)) and int(faults) == 0
     again = torch.zeros_like(encoded)
-    for mask, row in zip(index, again, strict=True):
-        gpu.encode_mask(mask, code, row)
+    gpu.encode_masks(index, code, again)
     assert torch.equal(again, encoded)
 
 
