@@ -105,7 +105,7 @@ def decode_masks(
 def pack_bits(flags: Tensor) -> Tensor:  # (n, m) bool or uint8 of 0 and 1 -> (n, ceil(m/8)) uint8
     """Eight flags a byte, the first in the lowest bit."""
     padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8))
-    return (padded.view(padded.shape[0], -1, 8) << _bits(flags.device)).sum(2, dtype=torch.uint8)
+    return (padded.unflatten(1, (padded.shape[1] // 8, 8)) << _bits(flags.device)).sum(2, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:  # (n, >= ceil(m/8)) uint8 -> (n, m) bool
