@@ -70,6 +70,12 @@ class Ops(Protocol):
     def top_k(self, moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
         """(K,) int64 ascending: the largest pending moments, ties by the lowest index, NaN as infinity."""
 
+    def largest_of_rows(self, rows: Tensor, kept: int) -> Tensor:
+        """(n, K) int64 ascending in each row: the largest magnitudes of (n, S) fp32 or bf16, ranked as ``top_k`` does.
+
+        In a few operations over all rows, with buffers of their size.
+        """
+
     def block_top_k(self, moments: Moments, step: int, beta1: float, code: MaskCode, out: Tensor) -> None:
         """The same in each block, written as the offsets of ``code``: (nbytes,) uint8."""
 

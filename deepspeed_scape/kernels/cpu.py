@@ -30,6 +30,7 @@ __all__ = [
     "block_top_k",
     "decode_masks",
     "encode_masks",
+    "largest_of_rows",
     "pack",
     "pack_bucket",
     "prepare_accumulate",
@@ -85,6 +86,16 @@ def update(
     )
     if new is not out:
         out.copy_(new)
+
+
+def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
+    values = rows.float()
+    loops = loops_for(values) if kept else None
+    if loops is None:
+        return naive.largest_of_rows(rows, kept)
+    index = torch.empty(rows.shape[0], kept, dtype=torch.int64)
+    loops.largest_of_rows(values.numpy(), index.numpy())
+    return index
 
 
 def encode_masks(index: Tensor, code: MaskCode, out: Tensor) -> None:

@@ -6,6 +6,7 @@ from deepspeed_scape.kernels.mask_code import decode_masks, encode_masks
 from deepspeed_scape.kernels.pack import pack, pack_bucket
 from deepspeed_scape.kernels.scatter import scatter_params
 from deepspeed_scape.kernels.top_k import top_k
+from deepspeed_scape.kernels.top_rows import largest_of_rows
 from deepspeed_scape.kernels.update import update
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "block_top_k",
     "decode_masks",
     "encode_masks",
+    "largest_of_rows",
     "pack",
     "pack_bucket",
     "prepare_accumulate",

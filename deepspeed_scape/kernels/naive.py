@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed_scape.adams import Hyper, owner_update
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import ESCAPE, MaskCode, check_masks, pack_bits, unpack_bits
-from deepspeed_scape.mask import Moments, pending_moment, select_top, top_of_blocks
+from deepspeed_scape.mask import Moments, infinite_if_nan, pending_moment, select_top, top_of_blocks, top_of_rows
 from deepspeed_scape.residual import CHUNK, chunks
 
 SQUARED = 16 * CHUNK  # elements; a call of torch for each CHUNK would cost twice what the squares do
@@ -140,6 +140,15 @@ def scatter_params(
 def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
     """The definition; it needs a buffer of S scores, and waits for the device to learn that there are K of them."""
     return select_top(pending_moment(moments, step, beta1), kept)
+
+
+def largest_of_rows(
+    rows: Tensor,  # (n, S) fp32 or bf16
+    kept: int,
+) -> Tensor:  # (n, K) int64 ascending in each row
+    """Waits for the device to learn that there are n*K of them."""
+    index = top_of_rows(infinite_if_nan(rows.abs().float()), kept).view(rows.shape[0], kept)
+    return index.sub_(torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1])
 
 
 def block_top_k(
