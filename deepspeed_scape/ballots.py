@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed_scape.encoding import MaskCode, decode_masks, encode_mask, partition_code
-from deepspeed_scape.mask import Moments, select_partition
+from deepspeed_scape.encoding import MaskCode, decode_masks, encode_masks, pack_bits, partition_code, unpack_bits
+from deepspeed_scape.mask import Moments, rows_together, select_largest
 
 SCALE_BYTES = 4
 
@@ -51,23 +51,29 @@ def ballot_code(partition_size: int, kept: int) -> BallotCode:
     return BallotCode(places=places, nbytes=nbytes)
 
 
-def cast_ballot(
-    gradient: Tensor,  # (S,) fp32 or bf16: this rank's residual in the partition of another owner
+def cast_ballots(
+    gradients: Tensor,  # (n, S) fp32 or bf16: this rank's residual in the partitions of n other owners
     known: Moments,  # of a partition of the same size; only its shape and device matter
     step: int,
     code: BallotCode,
     seed: int,
-    out: Tensor,  # (nbytes,) uint8, written
+    out: Tensor,  # (n, nbytes) uint8, written, may be a slice of wider rows
 ) -> None:
-    """Write one ballot: the V largest unsent gradients of a partition."""
-    if code.nbytes == 0:
+    """Write a ballot for each owner: the V largest unsent gradients of its partition.
+
+    Small partitions are taken together, as many as bounded buffers hold (see ``rows_together``). On a CPU the bytes are
+    those of each alone; a GPU may round the scale otherwise.
+    """
+    if code.nbytes == 0 or gradients.shape[0] == 0:
         return
-    unsent = Moments(gradient=gradient, exp_avg=known.exp_avg, last=known.last)
-    index = select_partition(unsent, step, 0.0, code.votes, seed)  # without momentum the score is |gradient|
-    values = gradient.index_select(0, index).float()
-    out[:SCALE_BYTES].copy_(values.abs().mean().view(1).view(torch.uint8))
-    encode_mask(index, code.places, out[SCALE_BYTES : SCALE_BYTES + code.places.nbytes])
-    out[SCALE_BYTES + code.places.nbytes :].copy_(pack_signs(values < 0))
+    count = max(1, rows_together(gradients, code.votes))
+    for rows, ballots in zip(gradients.split(count), out.split(count), strict=True):
+        index = select_largest(rows, known, step, code.votes, seed)
+        values = rows.gather(1, index).float()  # (n, V)
+        scale, places, signs = _parts(ballots, code)
+        scale.copy_(values.abs().mean(1, keepdim=True).view(torch.uint8))
+        encode_masks(index, code.places, places)
+        signs.copy_(pack_bits(values < 0))
 
 
 def count_ballots(
@@ -90,26 +96,18 @@ def count_ballots(
     if code.nbytes == 0 or world == 1:
         return estimate
     rows = torch.cat([ballots[:rank], ballots[rank + 1 :]])  # (W-1, nbytes)
-    index = decode_masks(rows[:, SCALE_BYTES : SCALE_BYTES + code.places.nbytes], code.places, faults)
-    scale = rows[:, :SCALE_BYTES].reshape(-1).clone().view(torch.float32).view(-1, 1)  # (W-1, 1), aligned by the clone
-    negative = unpack_signs(rows[:, SCALE_BYTES + code.places.nbytes :], code.votes)
-    votes = torch.where(negative, -scale, scale)  # (W-1, V)
+    scale, places, signs = _parts(rows, code)
+    index = decode_masks(places, code.places, faults)
+    scale = scale.reshape(-1).clone().view(torch.float32).view(-1, 1)  # (W-1, 1), aligned by the clone
+    votes = torch.where(unpack_bits(signs, code.votes), -scale, scale)  # (W-1, V)
     for named, vote in zip(index, votes, strict=True):
         estimate.index_add_(0, named, vote)
     return estimate.div_(world)
 
 
-def pack_signs(negative: Tensor) -> Tensor:  # (V,) bool -> (ceil(V/8),) uint8
-    """Eight signs a byte, the first in the lowest bit."""
-    padded = torch.nn.functional.pad(negative.to(torch.uint8), (0, -negative.numel() % 8))
-    return (padded.view(-1, 8) << _bits(negative.device)).sum(1, dtype=torch.uint8)
-
-
-def unpack_signs(packed: Tensor, votes: int) -> Tensor:  # (n, ceil(V/8)) uint8 -> (n, V) bool
-    """The signs of n ballots."""
-    bits = (packed.unsqueeze(2) >> _bits(packed.device)) & 1
-    return bits.reshape(packed.shape[0], -1)[:, :votes].bool()
-
-
-def _bits(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+def _parts(
+    ballots: Tensor,  # (n, nbytes) uint8
+    code: BallotCode,
+) -> tuple[Tensor, ...]:  # views (n, 4), (n, bytes of the places), (n, ceil(V/8))
+    """Scale, places and signs."""
+    return ballots.split([SCALE_BYTES, code.places.nbytes, code.nbytes - SCALE_BYTES - code.places.nbytes], dim=1)

@@ -72,7 +72,16 @@ def encode_mask(
     out: Tensor,  # (nbytes,) uint8, written
 ) -> None:
     """Write one mask into its fixed-size buffer."""
-    ops_for(index, out).encode_mask(index, code, out)
+    encode_masks(index.unsqueeze(0), code, out.unsqueeze(0))
+
+
+def encode_masks(
+    index: Tensor,  # (n, K) int64 ascending in [0, S) in each row
+    code: MaskCode,
+    out: Tensor,  # (n, nbytes) uint8, written, may be a slice of wider rows
+) -> None:
+    """Write n masks of one code, each into its own row."""
+    ops_for(index, out).encode_masks(index, code, out)
 
 
 def decode_masks(
@@ -91,6 +100,22 @@ def decode_masks(
     if faults is None:
         faults = torch.zeros(1, dtype=torch.int32, device=encoded.device)
     return ops_for(encoded).decode_masks(encoded, code, faults)
+
+
+def pack_bits(flags: Tensor) -> Tensor:  # (n, m) bool or uint8 of 0 and 1 -> (n, ceil(m/8)) uint8
+    """Eight flags a byte, the first in the lowest bit."""
+    padded = torch.nn.functional.pad(flags.to(torch.uint8), (0, -flags.shape[1] % 8))
+    return (padded.unflatten(1, (padded.shape[1] // 8, 8)) << _bits(flags.device)).sum(2, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:  # (n, >= ceil(m/8)) uint8 -> (n, m) bool
+    """The first ``count`` = m flags of each row of :func:`pack_bits`."""
+    bits = (packed.unsqueeze(2) >> _bits(packed.device)) & 1
+    return bits.flatten(1)[:, :count].bool()
+
+
+def _bits(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def check_masks(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_scape.adams import Hyper
-from deepspeed_scape.ballots import BallotCode, ballot_code, cast_ballot, count_ballots
+from deepspeed_scape.ballots import BallotCode, ballot_code, cast_ballots, count_ballots
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.decay import DecayHistory
 from deepspeed_scape.encoding import choose_code, encode_mask
@@ -155,9 +155,9 @@ class ScapeGroup:
     ) -> None:
         """Name the largest gradients that stay unsent after this step's pack, to every other owner."""
         assert self.ballot is not None
-        for owner, row in enumerate(out):
-            if owner != self.rank:
-                cast_ballot(self.residual.partition(owner), self._known(), step, self.ballot, self.options.seed, row)
+        for first, stop in ((0, self.rank), (self.rank + 1, self.layout.world_size)):
+            rows = self.residual.partitions(first, stop)
+            cast_ballots(rows, self._known(), step, self.ballot, self.options.seed, out[first:stop])
 
     def count_ballots(
         self,

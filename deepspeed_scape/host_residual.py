@@ -130,9 +130,13 @@ class HostResidual:
         return parts
 
     def partition(self, owner: int) -> Tensor:
-        if owner != self.rank:
-            raise RuntimeError(f"rank {self.rank} has the residual of owner {owner} in host memory, bucket by bucket")
-        return self.own
+        return self.partitions(owner, owner + 1)[0]
+
+    def partitions(self, first: int, stop: int) -> Tensor:
+        for owner in range(first, stop):
+            if owner != self.rank:
+                raise RuntimeError(f"rank {self.rank} has the residual of owner {owner} in host memory, in buckets")
+        return self.own.unsqueeze(0)
 
     def sum_squares(self) -> Tensor:
         """In a pass of its own, host to device."""

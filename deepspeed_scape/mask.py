@@ -21,6 +21,9 @@ from deepspeed_scape.layout import kept_of
 from deepspeed_scape.residual import CHUNK, chunks
 
 SAMPLE = 8192  # elements of the sample that finds the threshold: its rank is then known to ~11% at 1% density
+AT_ONCE, AT_ONCE_GPU = 1 << 18, 1 << 22  # elements of partitions that are ranked together, see ``rows_together``
+FEWEST = 8  # rows for which torch's passes over all of them are worth it
+SHARED = 32768  # elements of one sum that torch shares among threads, and of two sums not: it would round otherwise
 MANY = 8  # candidates are many where there is room for one in so many elements
 DRIFT = 0.96  # the K-th score moves by about 1% a step (5% in the first ten); 4% lower are 1.1 K (90%) to 1.7 K (99%)
 
@@ -102,7 +105,36 @@ def select_partition(
 
 def select_top(score: Tensor, kept: int) -> Tensor:
     """The K largest of (S,) scores, ties by the lowest index: (K,) int64 ascending. The reference selection."""
-    return _top_of_rows(infinite_if_nan(score).view(1, -1), kept)
+    return top_of_rows(infinite_if_nan(score).view(1, -1), kept)
+
+
+def select_largest(
+    rows: Tensor,  # (n, S) fp32 or bf16: gradients in n partitions
+    known: Moments,  # of a partition of S elements; only its shape and device matter
+    step: int,
+    kept: int,
+    seed: int,
+) -> Tensor:  # (n, K) int64 ascending in each row
+    """The K largest |gradients| of each partition, which without momentum are its largest pending moments."""
+    if rows_together(rows, kept):
+        return ops_for(rows).largest_of_rows(rows, kept)
+    each = (Moments(gradient=row, exp_avg=known.exp_avg, last=known.last) for row in rows)
+    return torch.stack([select_partition(moments, step, 0.0, kept, seed) for moments in each])
+
+
+def rows_together(rows: Tensor, kept: int) -> int:
+    """How many of (n, S) partitions are ranked together; 0 where each is ranked alone, since bytes are the cost there.
+
+    A row alone costs some 0.3 ms of calls on a CPU. In that time torch ranks about 30,000 elements, and the compiled
+    loop is faster than a sample and its threshold up to half a million (measured). On a GPU a row alone is some 30
+    launches, 0.15 ms and more of the host; ``kernels/top_rows.py`` moves about 100 bytes an element, at 2 TB/s 0.03 ms
+    for 524,288 (reckoned, not measured). Buffers are about 20 bytes an element: 5 MB on a CPU, 84 MB on a GPU.
+    """
+    count = (AT_ONCE if rows.device.type == "cpu" else AT_ONCE_GPU) // max(rows.shape[1], 1)
+    compiled = rows.dtype == torch.float32 and loops_for(rows) is not None
+    if rows.device.type == "cpu" and kept >= SHARED:
+        count = min(count, 1)
+    return count if compiled or count >= FEWEST else 0
 
 
 def infinite_if_nan(score: Tensor) -> Tensor:
@@ -206,13 +238,13 @@ def top_of_blocks(score: Tensor, block_size: int, kept: int, tail_kept: int) -> 
     """The top ``kept`` of every block of (S,) scores and the top ``tail_kept`` of a shorter last one: (K,) int64."""
     score = infinite_if_nan(score)
     full = score.numel() // block_size * block_size
-    parts = [_top_of_rows(score[:full].view(-1, block_size), kept)]
+    parts = [top_of_rows(score[:full].view(-1, block_size), kept)]
     if full < score.numel():
-        parts.append(_top_of_rows(score[full:].view(1, -1), tail_kept) + full)
+        parts.append(top_of_rows(score[full:].view(1, -1), tail_kept) + full)
     return torch.cat(parts)
 
 
-def _top_of_rows(rows: Tensor, kept: int) -> Tensor:
+def top_of_rows(rows: Tensor, kept: int) -> Tensor:
     """Flat indices of the top ``kept`` of each row of (N, B), row by row, ascending: (N*kept,) int64."""
     if kept == 0 or rows.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=rows.device)

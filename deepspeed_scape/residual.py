@@ -35,6 +35,9 @@ class Residual(Protocol):
     def partition(self, owner: int) -> Tensor:
         """(S,) on the device, a view: what waits for one owner. This rank's own can always be had."""
 
+    def partitions(self, first: int, stop: int) -> Tensor:
+        """(n, S) on the device, a view: what waits for the owners in [first, stop), where all are on the device."""
+
     def sum_squares(self) -> Tensor:
         """||r||^2, 0-dim fp64 on the device."""
 
@@ -65,8 +68,11 @@ class DeviceResidual:
         take(self.values.view(self.world_size, -1)[:, columns], out)
 
     def partition(self, owner: int) -> Tensor:
-        start = owner * self.partition_size
-        return self.values[start : start + self.partition_size]
+        return self.partitions(owner, owner + 1)[0]
+
+    def partitions(self, first: int, stop: int) -> Tensor:
+        size = self.partition_size
+        return self.values[first * size : stop * size].view(stop - first, size)
 
     def sum_squares(self) -> Tensor:
         return sum_squares([self.values])

@@ -133,17 +133,18 @@ class Bench:
             run=lambda ops: ops.block_top_k(self.moments, STEP, 0.9, block, offsets),
         )
         code = self.code("partition")
-        encoded = torch.empty(code.nbytes, dtype=torch.uint8, device=self.device)
-        ops_for(encoded).encode_mask(self.index, code, encoded)
+        encoded = torch.empty(1, code.nbytes, dtype=torch.uint8, device=self.device)
+        index = self.index.view(1, -1)
+        ops_for(encoded).encode_masks(index, code, encoded)
         yield Case(
             name="encode",
             nbytes=16 * self.kept + code.nbytes,
-            run=lambda ops: ops.encode_mask(self.index, code, encoded),
+            run=lambda ops: ops.encode_masks(index, code, encoded),
         )
         yield Case(
             name="decode",
             nbytes=2 * code.nbytes + 8 * self.kept,
-            run=lambda ops: ops.decode_masks(encoded.view(1, -1), code, self.faults),
+            run=lambda ops: ops.decode_masks(encoded, code, self.faults),
         )
 
     def _top_k(self, ops: Ops) -> Tensor:

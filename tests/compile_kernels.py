@@ -153,7 +153,7 @@ def launch_codes(launches: Launches, index: torch.Tensor) -> None:
     ):
         launches.label = code.kind
         encoded = torch.zeros(2, code.nbytes, dtype=torch.uint8)
-        gpu.encode_mask(index, code, encoded[0])
+        gpu.encode_masks(index.view(1, -1), code, encoded[:1])
         gpu.decode_masks(encoded, code, torch.zeros(1, dtype=torch.int32))
 
 

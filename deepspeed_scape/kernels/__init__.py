@@ -70,11 +70,17 @@ class Ops(Protocol):
     def top_k(self, moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Tensor:
         """(K,) int64 ascending: the largest pending moments, ties by the lowest index, NaN as infinity."""
 
+    def largest_of_rows(self, rows: Tensor, kept: int) -> Tensor:
+        """(n, K) int64 ascending in each row: the largest magnitudes of (n, S) fp32 or bf16, ranked as ``top_k`` does.
+
+        In a few operations over all rows, with buffers of their size.
+        """
+
     def block_top_k(self, moments: Moments, step: int, beta1: float, code: MaskCode, out: Tensor) -> None:
         """The same in each block, written as the offsets of ``code``: (nbytes,) uint8."""
 
-    def encode_mask(self, index: Tensor, code: MaskCode, out: Tensor) -> None:
-        """(K,) int64 ascending to (nbytes,) uint8."""
+    def encode_masks(self, index: Tensor, code: MaskCode, out: Tensor) -> None:
+        """(n, K) int64 ascending in each row to (n, nbytes) uint8, rows of ``out`` may be apart."""
 
     def decode_masks(self, encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:
         """(W, nbytes) uint8, rows may be apart, to (W, K) int64 ascending.

@@ -29,7 +29,8 @@ __all__ = [
     "accumulate",
     "block_top_k",
     "decode_masks",
-    "encode_mask",
+    "encode_masks",
+    "largest_of_rows",
     "pack",
     "pack_bucket",
     "prepare_accumulate",
@@ -86,9 +87,19 @@ def update(
         out.copy_(new)
 
 
-def encode_mask(index: Tensor, code: MaskCode, out: Tensor) -> None:
-    loops = loops_for(index, out) if code.kind == "delta" else None
-    loops.encode_delta(index.numpy(), out.numpy()) if loops else naive.encode_mask(index, code, out)
+def largest_of_rows(rows: Tensor, kept: int) -> Tensor:
+    values = rows.float()
+    loops = loops_for(values) if kept else None
+    if loops is None:
+        return naive.largest_of_rows(rows, kept)
+    index = torch.empty(rows.shape[0], kept, dtype=torch.int64)
+    loops.largest_of_rows(values.numpy(), index.numpy())
+    return index
+
+
+def encode_masks(index: Tensor, code: MaskCode, out: Tensor) -> None:
+    loops = loops_for(index) if code.kind == "delta" and out.stride(1) == 1 else None
+    loops.encode_delta(index.numpy(), out.numpy()) if loops else naive.encode_masks(index, code, out)
 
 
 def decode_masks(encoded: Tensor, code: MaskCode, faults: Tensor) -> Tensor:

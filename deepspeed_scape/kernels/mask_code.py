@@ -30,30 +30,33 @@ def _gaps(index, k, kept):
 
 
 @triton.jit
-def _escapes(index, sums, kept, BLOCK: tl.constexpr):
-    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gap, _ = _gaps(index, k, kept)
-    tl.store(sums + tl.program_id(0), tl.sum(gap // 255, axis=0))
-
-
-@triton.jit
-def _write_delta(index, sums, running, out, kept, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
+def _escapes(index, sums, kept, n_blocks, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gap, inside = _gaps(index, k, kept)
-    escapes = gap // 255
-    before = tl.load(running + block) - tl.load(sums + block)
-    place = k + before + tl.cumsum(escapes, axis=0)
-    tl.store(out + place, (gap - escapes * 255).to(tl.uint8), mask=inside)
+    gap, _ = _gaps(index + row * kept, k, kept)
+    tl.store(sums + row * n_blocks + block, tl.sum(gap // 255, axis=0))
 
 
 @triton.jit
-def _pack_bits(flags, out, nbytes, BLOCK: tl.constexpr):
+def _write_delta(index, sums, running, out, kept, row_stride, n_blocks, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gap, inside = _gaps(index + row * kept, k, kept)
+    escapes = gap // 255
+    before = tl.load(running + row * n_blocks + block) - tl.load(sums + row * n_blocks + block)
+    place = k + before + tl.cumsum(escapes, axis=0)
+    tl.store(out + row * row_stride + place, (gap - escapes * 255).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _pack_bits(flags, out, nbytes, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < nbytes
     bit = tl.arange(0, 8)
+    flags += row * nbytes * 8
     flag = tl.load(flags + at[:, None] * 8 + bit[None, :], mask=inside[:, None], other=0).to(tl.int32)
-    tl.store(out + at, tl.sum(flag << bit[None, :], axis=1).to(tl.uint8), mask=inside)
+    tl.store(out + row * row_stride + at, tl.sum(flag << bit[None, :], axis=1).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -144,25 +147,30 @@ def _read_offsets(
 
 
 @on_its_device
-def encode_mask(index: Tensor, code: MaskCode, out: Tensor) -> None:
+def encode_masks(index: Tensor, code: MaskCode, out: Tensor) -> None:
     """Offsets of block selection are written by ``block_top_k`` already; here for masks that come from elsewhere."""
-    kept = index.numel()
+    masks, kept = index.shape
+    index = index.contiguous()
     if code.kind == "delta":
         out.fill_(ESCAPE)
         if kept:
             n_blocks = blocks(kept, BLOCK)
-            sums = torch.empty(n_blocks, dtype=torch.int64, device=index.device)
-            _escapes[(n_blocks,)](index, sums, kept, BLOCK=BLOCK, num_warps=4)
-            _write_delta[(n_blocks,)](index, sums, sums.cumsum(0), out, kept, BLOCK=BLOCK, num_warps=4)
+            sums = torch.empty(masks, n_blocks, dtype=torch.int64, device=index.device)
+            grid = (n_blocks, masks)
+            _escapes[grid](index, sums, kept, n_blocks, BLOCK=BLOCK, num_warps=4)
+            _write_delta[grid](
+                index, sums, sums.cumsum(1), out, kept, out.stride(0), n_blocks, BLOCK=BLOCK, num_warps=4
+            )
     elif code.kind == "bitmap":
-        flags = torch.zeros(code.nbytes * 8, dtype=torch.uint8, device=index.device).index_fill_(0, index, 1)
+        flags = torch.zeros(masks, code.nbytes * 8, dtype=torch.uint8, device=index.device).scatter_(1, index, 1)
         if code.nbytes:
-            _pack_bits[(blocks(code.nbytes, BLOCK),)](flags, out, code.nbytes, BLOCK=BLOCK, num_warps=4)
+            grid = (blocks(code.nbytes, BLOCK), masks)
+            _pack_bits[grid](flags, out, code.nbytes, out.stride(0), BLOCK=BLOCK, num_warps=4)
     else:
         offset = index % code.block_size
-        out[:kept].copy_(offset & 255)
-        if out.numel() > kept:
-            out[kept:].copy_(offset >> 8)
+        out[:, :kept].copy_(offset & 255)
+        if out.shape[1] > kept:
+            out[:, kept:].copy_(offset >> 8)
 
 
 @on_its_device

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deepspeed_scape.adams import Hyper, owner_update
 from deepspeed_scape.decay import DecayHistory
-from deepspeed_scape.encoding import ESCAPE, MaskCode, check_masks
-from deepspeed_scape.mask import Moments, pending_moment, select_top, top_of_blocks
+from deepspeed_scape.encoding import ESCAPE, MaskCode, check_masks, pack_bits, unpack_bits
+from deepspeed_scape.mask import Moments, infinite_if_nan, pending_moment, select_top, top_of_blocks, top_of_rows
 from deepspeed_scape.residual import CHUNK, chunks
 
 SQUARED = 16 * CHUNK  # elements; a call of torch for each CHUNK would cost twice what the squares do
@@ -135,6 +135,15 @@ def top_k(moments: Moments, step: int, beta1: float, kept: int, seed: int) -> Te
     return select_top(pending_moment(moments, step, beta1), kept)
 
 
+def largest_of_rows(
+    rows: Tensor,  # (n, S) fp32 or bf16
+    kept: int,
+) -> Tensor:  # (n, K) int64 ascending in each row
+    """Waits for the device to learn that there are n*K of them."""
+    index = top_of_rows(infinite_if_nan(rows.abs().float()), kept).view(rows.shape[0], kept)
+    return index.sub_(torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) * rows.shape[1])
+
+
 def block_top_k(
     moments: Moments,
     step: int,
@@ -149,32 +158,31 @@ def block_top_k(
         piece = slice(start, min(start + longest, size))
         score = pending_moment(moments[piece], step, beta1)
         index = top_of_blocks(score, block, code.block_kept, tail_kept)
-        _write_offsets(index, code, out, start // block * code.block_kept)
+        _write_offsets(index.unsqueeze(0), code, out.unsqueeze(0), start // block * code.block_kept)
 
 
 def _write_offsets(index: Tensor, code: MaskCode, out: Tensor, first: int = 0) -> None:
-    """Places in their blocks as bytes, the first of them at byte ``first``; a high plane follows the low one."""
+    """Places in their blocks (n, k) as bytes, the first of them at byte ``first``; a high plane follows the low one."""
     offset = index % code.block_size
-    out[first : first + index.numel()].copy_(offset & 255)
-    if out.numel() > code.kept:
-        out[code.kept + first : code.kept + first + index.numel()].copy_(offset >> 8)
+    stop = first + index.shape[1]
+    out[:, first:stop].copy_(offset & 255)
+    if out.shape[1] > code.kept:
+        out[:, code.kept + first : code.kept + stop].copy_(offset >> 8)
 
 
-def encode_mask(
-    index: Tensor,  # (K,) int64 ascending in [0, S)
+def encode_masks(
+    index: Tensor,  # (n, K) int64 ascending in [0, S) in each row
     code: MaskCode,
-    out: Tensor,  # (nbytes,) uint8, written
+    out: Tensor,  # (n, nbytes) uint8, written
 ) -> None:
     if code.kind == "delta":
-        gap = torch.diff(index, prepend=index.new_full((1,), -1)).sub_(1)
+        gap = torch.diff(index, dim=1, prepend=index.new_full((index.shape[0], 1), -1)).sub_(1)
         escapes = gap // ESCAPE
-        place = escapes.cumsum(0).add_(torch.arange(index.numel(), device=index.device))
-        out.fill_(ESCAPE)
-        out[place] = (gap - escapes * ESCAPE).to(torch.uint8)
+        place = escapes.cumsum(1).add_(torch.arange(index.shape[1], device=index.device))
+        out.fill_(ESCAPE).scatter_(1, place, (gap - escapes * ESCAPE).to(torch.uint8))
     elif code.kind == "bitmap":
-        bits = torch.zeros(code.nbytes * 8, dtype=torch.uint8, device=index.device)
-        bits[index] = 1
-        out.copy_((bits.view(-1, 8) << _bit_places(index.device)).sum(1, dtype=torch.uint8))
+        chosen = torch.zeros(index.shape[0], code.size, dtype=torch.uint8, device=index.device)
+        out.copy_(pack_bits(chosen.scatter_(1, index, 1)))
     else:
         _write_offsets(index, code, out)
 
@@ -188,8 +196,7 @@ def decode_masks(
         taken = encoded != ESCAPE
         index = (encoded.to(torch.int64) + taken).cumsum(1).sub_(1)[taken]
     elif code.kind == "bitmap":
-        bits = (encoded.unsqueeze(2) >> _bit_places(encoded.device)) & 1
-        index = bits.view(encoded.shape[0], -1).nonzero()[:, 1]
+        index = unpack_bits(encoded, encoded.shape[1] * 8).nonzero()[:, 1]
     else:
         index = _decode_offset(encoded, code)
     return check_masks(index.reshape(-1), encoded.shape[0], code)
@@ -203,7 +210,3 @@ def _decode_offset(encoded: Tensor, code: MaskCode) -> Tensor:
     # the tail block may keep more or fewer than the others: all beyond the full blocks belong to it
     block.clamp_(max=code.size // code.block_size)
     return offset + block * code.block_size
-
-
-def _bit_places(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)

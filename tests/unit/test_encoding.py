@@ -1,13 +1,23 @@
 """Mask codes: round trips, fixed sizes, the smaller of two codes, damaged masks."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_scape.config import ScapeOptions
-from deepspeed_scape.encoding import MaskCode, choose_code, decode_masks, delta_nbytes, encode_mask
-from deepspeed_scape.kernels import naive
+from deepspeed_scape.encoding import (
+    MaskCode,
+    choose_code,
+    decode_masks,
+    delta_nbytes,
+    encode_mask,
+    encode_masks,
+    pack_bits,
+    unpack_bits,
+)
+from deepspeed_scape.kernels import naive, ops_for
 from deepspeed_scape.layout import GroupLayout, kept_in_partition
 from deepspeed_scape.mask import select_block
 
@@ -43,6 +53,34 @@ def test_delta_and_bitmap_round_trip(case: tuple[int, list[torch.Tensor]]) -> No
         MaskCode(kind="bitmap", size=size, kept=kept, nbytes=-(-size // 8)),
     ):
         assert torch.equal(round_trip(masks, code), torch.stack(masks))
+
+
+@settings(deadline=None)
+@given(subsets(), st.booleans())
+def test_many_masks_are_written_as_each_alone(case: tuple[int, list[torch.Tensor]], compiled: bool) -> None:
+    size, masks = case
+    kept = masks[0].numel()
+    ops = ops_for(masks[0]) if compiled else naive
+    for code in (
+        MaskCode(kind="delta", size=size, kept=kept, nbytes=delta_nbytes(size, kept)),
+        MaskCode(kind="bitmap", size=size, kept=kept, nbytes=-(-size // 8)),
+    ):
+        alone = torch.zeros(2, code.nbytes, dtype=torch.uint8)
+        for mask, row in zip(masks, alone, strict=True):
+            encode_mask(mask, code, row)
+        wide = torch.full((2, code.nbytes + 5), 7, dtype=torch.uint8)  # as the places within ballots
+        ops.encode_masks(torch.stack(masks), code, wide[:, 3:-2])
+        assert torch.equal(wide[:, 3:-2], alone)
+        assert (wide[:, :3] == 7).all() and (wide[:, -2:] == 7).all()
+    encode_masks(torch.empty(0, kept, dtype=torch.int64), code, alone[:0])  # of no owner
+
+
+@given(count=st.integers(0, 70), rows=st.integers(0, 4), seed=st.integers(0, 99))
+def test_bits_survive(count: int, rows: int, seed: int) -> None:
+    flags = torch.rand(rows, count, generator=torch.Generator().manual_seed(seed)) < 0.5
+    packed = pack_bits(flags)
+    assert np.array_equal(packed.numpy(), np.packbits(flags.numpy(), axis=1, bitorder="little"))
+    assert torch.equal(unpack_bits(packed, count), flags)
 
 
 @given(st.integers(1, 10**10), st.data())

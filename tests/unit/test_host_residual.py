@@ -171,6 +171,8 @@ def test_only_the_own_partition_can_be_seen() -> None:
     layout = GroupLayout(world_size=3, partition_size=20, kept=2, slots=())
     with pytest.raises(RuntimeError, match="owner 2 in host memory"):
         HostResidual(layout, torch.float32, 1, CPU).partition(2)
+    with pytest.raises(RuntimeError, match="owner 0 in host memory"):
+        HostResidual(layout, torch.float32, 1, CPU).partitions(0, 2)
 
 
 def test_the_torch_twins_wait_for_nothing() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_scape.config import ScapeOptions
 from deepspeed_scape.encoding import MaskCode, choose_code, delta_nbytes
-from deepspeed_scape.kernels import naive
+from deepspeed_scape.kernels import cpu, naive
 from deepspeed_scape.layout import GroupLayout, kept_in_partition
 from deepspeed_scape.mask import Moments, pending_moment
 from tests.kernel_inputs import DEVICE, FLOATS, RARE, few, small_blocks, sorted_places  # noqa: F401
@@ -77,6 +77,24 @@ def test_top_k(
     index = gpu.top_k(some, step, beta1, kept, seed)
     assert index.tolist() == top_by_sorting(some, step, beta1, kept)
     assert torch.equal(index, naive.top_k(some, step, beta1, kept, seed))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(few, max_examples=8)
+@given(
+    size=st.integers(1, 700),
+    share=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+    dtype=st.sampled_from(FLOATS[:2]),
+    seed=st.integers(0, 99),
+)
+def test_largest_of_rows(kind: str, size: int, share: float, dtype: torch.dtype, seed: int) -> None:
+    each = [moments(size, seed + row, kind, dtype, 90) for row in range(3)]
+    rows = torch.stack([some.gradient for some in each])
+    kept = int(share * size)
+    index = gpu.largest_of_rows(rows, kept)
+    assert index.tolist() == [top_by_sorting(some, 90, 0.0, kept) for some in each]
+    assert torch.equal(index, naive.largest_of_rows(rows, kept))
+    assert torch.equal(index.cpu(), cpu.largest_of_rows(rows.cpu(), kept))
 
 
 def test_a_misleading_sample_is_noticed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +162,8 @@ def test_mask_codes(size: int, share: float | str, kind: str, where: str, seed: 
     code = MaskCode(kind=kind, size=size, kept=kept, nbytes=nbytes)  # type: ignore[arg-type]
     encoded = torch.full((2, nbytes + 5), 7, dtype=torch.uint8, device=DEVICE)[:, 2 : 2 + nbytes]
     twin = torch.zeros(2, nbytes, dtype=torch.uint8, device=DEVICE)
-    for mask, row, row_twin in zip(masks, encoded, twin, strict=True):
-        gpu.encode_mask(mask, code, row)
-        naive.encode_mask(mask, code, row_twin)
+    gpu.encode_masks(torch.stack(masks), code, encoded)
+    naive.encode_masks(torch.stack(masks), code, twin)
     assert torch.equal(encoded, twin)
     faults = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert torch.equal(gpu.decode_masks(encoded, code, faults), torch.stack(masks)) and int(faults) == 0
@@ -163,8 +180,7 @@ def test_offset_code(block: tuple[int, float], size: int) -> None:
     index = gpu.decode_masks(encoded, code, faults)
     assert torch.equal(index, naive.decode_masks(encoded, code, faults)) and int(faults) == 0
     again = torch.zeros_like(encoded)
-    for mask, row in zip(index, again, strict=True):
-        gpu.encode_mask(mask, code, row)
+    gpu.encode_masks(index, code, again)
     assert torch.equal(again, encoded)
 
 

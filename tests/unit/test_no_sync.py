@@ -118,8 +118,10 @@ def test_both_paths_train_the_same_model(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is not on")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("kept", [30, 500], ids=["delta", "bitmap"])
-def test_ballots_wait_for_nothing(kept: int, triton_path: SyncSpy, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("together", [True, False], ids=["together", "alone"])
+def test_ballots_wait_for_nothing(together: bool, kept: int, triton_path: SyncSpy, monkeypatch: Any) -> None:
     size, world, rank = 2000, 3, 1
+    monkeypatch.setattr(mask, "AT_ONCE", 1 << 18 if together else 0)
     code = ballots.ballot_code(size, kept)
     residuals = torch.randn(world, size, generator=torch.Generator().manual_seed(0))
     known = mask.Moments(gradient=residuals[rank], exp_avg=torch.randn(size), last=torch.ones(size, dtype=torch.int32))
@@ -127,8 +129,7 @@ def test_ballots_wait_for_nothing(kept: int, triton_path: SyncSpy, monkeypatch: 
 
     def vote() -> torch.Tensor:
         rows = torch.zeros(world, code.nbytes, dtype=torch.uint8)
-        for residual_of, row in zip(residuals, rows, strict=True):
-            ballots.cast_ballot(residual_of, known, 3, code, 0, row)
+        ballots.cast_ballots(residuals, known, 3, code, 0, rows)
         return ballots.count_ballots(residuals[rank], rows, rank, code, faults)
 
     vote()  # tables and samples
@@ -214,5 +215,5 @@ def test_nothing_of_the_size_of_the_model_is_made_on_a_cpu(options: dict[str, An
 
 def test_the_loops_are_not_parallel() -> None:
     """One thread a rank: ranks share the cores already."""
-    for name in ("candidates", "decode_delta", "encode_delta", "large", "pack", "update"):
+    for name in ("candidates", "decode_delta", "encode_delta", "large", "largest_of_rows", "pack", "update"):
         assert not getattr(loops, name).targetoptions.get("parallel")
