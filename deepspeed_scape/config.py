@@ -101,7 +101,7 @@ class ScapeOptions(AdamSOptions):
 
     sparsity: float = Field(default=0.99, ge=0, lt=1, description="share of the elements that a step does not send")
     warmup_steps: int = Field(
-        default=100, ge=0, description="dense steps before the first sparse one; if not given 1/density: 10 at 90%"
+        default=100, ge=0, description="dense steps before the first sparse one; 10 or 25 are worse than none"
     )
     normalizer: Literal["ema", "adams"] = Field(
         default="ema", description="'ema': running mean of the squared gradient; 'adams': the paper's AdamS normalizer"
@@ -138,15 +138,6 @@ class ScapeOptions(AdamSOptions):
         description="count residual norm, mask overlap and visits every N steps (docs/metrics.md); 0 never",
     )
     seed: int = Field(default=0, ge=0, description="seed of the threshold sample; it changes speed, never the mask")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_long_as_a_visit_takes(cls, given: Any) -> Any:
-        """Without dense steps the first visits may bring what was summed up since the model was random: see docs."""
-        sparsity = given.get("sparsity") if isinstance(given, dict) else None
-        if isinstance(sparsity, float) and 0 <= sparsity < 1 and "warmup_steps" not in given:
-            return {**given, "warmup_steps": round(1 / (1 - sparsity))}
-        return given
 
     @model_validator(mode="after")
     def _block_holds_the_density(self) -> ScapeOptions:

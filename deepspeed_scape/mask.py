@@ -126,7 +126,7 @@ def rows_together(rows: Tensor, kept: int) -> int:
     """How many of (n, S) partitions are ranked together; 0 where each is ranked alone, since bytes are the cost there.
 
     A row alone costs some 0.3 ms of calls on a CPU. In that time torch ranks about 30,000 elements, and the compiled
-    loop is faster than a sample and its threshold up to half a million (measured). On a GPU a row alone is some 30
+    loop is faster than a sample and its threshold up to 200,000 (measured). On a GPU a row alone is some 30
     launches, 0.15 ms and more of the host; ``kernels/top_rows.py`` moves about 100 bytes an element, at 2 TB/s 0.03 ms
     for 524,288 (reckoned, not measured). Buffers are about 20 bytes an element: 5 MB on a CPU, 84 MB on a GPU.
     """

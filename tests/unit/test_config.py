@@ -16,23 +16,6 @@ def test_defaults_are_valid_and_frozen() -> None:
         options.sparsity = 0.5
 
 
-@pytest.mark.parametrize(
-    ("given", "steps"),
-    [
-        ({}, 100),
-        ({"sparsity": 0.9}, 10),
-        ({"sparsity": 0.99}, 100),
-        ({"sparsity": 0.999}, 1000),
-        ({"sparsity": 0.9, "warmup_steps": 0}, 0),
-        ({"sparsity": 0.0}, 1),  # all steps are dense then
-    ],
-)
-def test_as_many_dense_steps_first_as_a_visit_takes(given: dict[str, Any], steps: int) -> None:
-    options = parse_options(given, ScapeOptions)
-    assert options.warmup_steps == steps and parse_options(options.model_dump(), ScapeOptions) == options
-    assert "warmup_steps" not in given or given["warmup_steps"] == steps  # what was given is not changed
-
-
 def test_every_option_tells_its_meaning() -> None:
     assert all(field.description for field in ScapeOptions.model_fields.values())
 
