@@ -47,7 +47,7 @@ def launch(output: Path, ranks: int, save_dir: Path) -> LaunchedJob:
     return LaunchedJob(output, ranks, [
         "--deepspeed_config", "ds_configs/zero2_scape90_fp32.json", "--data", "embedded", "--eval-every", "0",
         "--eval-batches", "2", "--log-every", "1", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY),
-        "--timeout", str(TIMEOUT), "--save-dir", str(save_dir),
+        "--timeout", str(TIMEOUT), "--save-dir", str(save_dir), "--set", "optimizer.params.warmup_steps=0",
     ])  # fmt: skip
 
 

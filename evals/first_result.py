@@ -75,6 +75,7 @@ def train(method: Method, rate: float, args: argparse.Namespace) -> None:
         *("--steps", str(args.steps), "--lr", str(rate), "--lr-schedule", "cosine", "--lr-warmup", "100"),
         *("--eval-every", "1000", "--eval-batches", "200", "--log-every", "4", "--save-every", "2000"),
         *("--seed", str(args.seed), "--output", str(output)),
+        *(("--set", "optimizer.params.warmup_steps=0") if method.density < 1 else ()),  # as when it was measured
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
     status = run_command(command, env, output / "log.txt")

@@ -41,7 +41,7 @@ def train(rank: int, **params: Any) -> list[float]:
         "zero_optimization": {"stage": 2},
         "optimizer": {
             "type": "SCAPE",
-            "params": {"lr": 1e-3, "sparsity": 0.9, "check_replicas": 5, **params},
+            "params": {"lr": 1e-3, "sparsity": 0.9, "warmup_steps": 0, "check_replicas": 5, **params},
         },
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

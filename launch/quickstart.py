@@ -93,15 +93,16 @@ def run_method(method: Method, steps: int, say: Callable[[str], None]) -> dict[s
     if status != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         sys.exit(f"{tail}\n\nquickstart: {method.name} ended with status {status}; the whole log is {log}")
-    _, _, summary = read_metrics(metrics)
+    _, logged, summary = read_metrics(metrics)
     if summary is None:
         sys.exit(f"quickstart: {method.name} wrote no summary; see {log}")
-    return {"method": method.name, "config": method.config, "lr": method.lr, "density": method.density, **summary}
+    own = {"method": method.name, "config": method.config, "lr": method.lr, "density": method.density}
+    return {**own, **summary, "bytes_last_step": logged[-1]["bytes_sent"]}
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[float]:
-    """Bytes a step of each row over those of the first, which is stock ZeRO."""
-    return [row["bytes_per_step"] / rows[0]["bytes_per_step"] for row in rows]
+    """Bytes of each row's last step over those of the first row's, which is stock ZeRO."""
+    return [row["bytes_last_step"] / rows[0]["bytes_last_step"] for row in rows]
 
 
 HEADER = ("method", "lr", "val loss", "bytes/step", "of dense", "ms/step")
@@ -112,7 +113,7 @@ def cells(row: dict[str, Any], ratio: float) -> tuple[str, ...]:
         row["method"],
         f"{row['lr']:g}",
         f"{row['final_val_loss']:.3f}",
-        f"{row['bytes_per_step']:,.0f}",
+        f"{row['bytes_last_step']:,.0f}",
         f"{ratio:.1%}",
         f"{row['step_ms']:.1f}",
     )
@@ -128,7 +129,8 @@ def remark(steps: int) -> str:
     if late:
         longest = max(round(need / m.density) for m in METHODS if m.name in late)
         text += f" So {' and '.join(late)} must be behind here: QUICKSTART_STEPS={longest} gives it its chance."
-    return f"{text} AdamS and SCAPE run at a quarter of AdamW's lr, where to begin with them (docs/tuning.md)."
+    text += " AdamS and SCAPE run at a quarter of AdamW's lr, where to begin with them (docs/tuning.md)."
+    return f"{text} SCAPE's first 100 steps are dense (warmup_steps); bytes are those of the steps after them."
 
 
 def write_results(rows: list[dict[str, Any]], steps: int) -> None:

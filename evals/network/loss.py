@@ -108,7 +108,7 @@ def run_loss(args: argparse.Namespace, where: dict[str, str], say: Say) -> None:
         start: dict[str, Any] = {"do": "start", "preset": PRESET, "seq": preset.seq, "micro_batch": MICRO_BATCH}
         ranks.ask(start | {"cache": str(cache.resolve()), "tokens_key": key})
         for name, lr in RATES.items():
-            ranks.ask({"do": "build", "method": name, "lr": lr})
+            ranks.ask({"do": "build", "method": name, "lr": lr, "dense_first": True})
         hosts.shape(MBIT)
         curves, target = train_all(ranks, steps, say)
     result = {"provenance": where, "target": target, "mbit": MBIT, "curves": [vars(curve) for curve in curves]}

@@ -200,7 +200,7 @@ def register_hook(model: nn.parallel.DistributedDataParallel, hook: str) -> None
 class Engine:
     """A DeepSpeed engine with a shipped configuration."""
 
-    def __init__(self, model: nn.Module, method: Method, micro_batch: int, lr: float) -> None:
+    def __init__(self, model: nn.Module, method: Method, micro_batch: int, lr: float, dense_first: bool) -> None:
         import deepspeed
 
         import deepspeed_scape  # noqa: F401 (registers SCAPE and AdamS)
@@ -212,6 +212,8 @@ class Engine:
         config["optimizer"]["params"]["lr"] = lr
         if not method.is_scape:
             config["optimizer"]["params"]["fused"] = True
+        elif not dense_first:
+            config["optimizer"]["params"]["warmup_steps"] = 0
         self.engine = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config, dist_init_required=False
         )[0]
@@ -237,15 +239,17 @@ def build(
     micro_batch: int,
     mock_bytes: int = 0,
     lr: float = LR,
+    dense_first: bool = False,
 ) -> Trainable:
     """This rank's part of a method; every rank has to build the same ones in the same order.
 
     Args:
         model: makes the freshly initialised model, the same on every rank.
         mock_bytes: what a mock's rank sends in a step.
+        dense_first: SCAPE's dense steps first, as the configuration has them; for timing there are none.
     """
     if method.kind in ("local", "mock"):
         return LocalStep(model(), rank, world, mock_bytes if method.kind == "mock" else 0)
     if method.kind == "ddp":
         return DataParallel(model(), method.hook, lr)
-    return Engine(model(), method, micro_batch, lr)
+    return Engine(model(), method, micro_batch, lr, dense_first)

@@ -84,6 +84,7 @@ class Rank:
             micro_batch=self.micro_batch,
             mock_bytes=int(request.get("mock_bytes", 0)),
             lr=request.get("lr", LR),
+            dense_first=bool(request.get("dense_first", False)),
         )
         self.lr[method.name] = request.get("lr", LR)
         self.steps[method.name] = 0

@@ -44,8 +44,8 @@ class History:
 class Job:
     """One run. ``train`` goes on from wherever it stands; ``save`` and ``load`` keep it on disk between processes."""
 
-    def __init__(self, spec: RunSpec, data: TokenData) -> None:
-        self.spec, self.data = spec, data
+    def __init__(self, spec: RunSpec, data: TokenData, lr_warmup: int = LR_WARMUP) -> None:
+        self.spec, self.data, self.lr_warmup = spec, data, lr_warmup
         rules = RULES[spec.rule]
         if rules.prepare is not None:
             rules.prepare()
@@ -110,7 +110,7 @@ class Job:
     def train_step(self) -> float:
         """One optimizer step of all ranks; the mean loss before it."""
         gradients, loss = self.gradients()
-        factor = lr_factor(self.step, kind="cosine", warmup=LR_WARMUP, steps=self.spec.steps, floor=LR_FLOOR)
+        factor = lr_factor(self.step, kind="cosine", warmup=self.lr_warmup, steps=self.spec.steps, floor=LR_FLOOR)
         self.ranks.step(gradients, self.spec.lr * factor)
         self.step += 1
         return loss

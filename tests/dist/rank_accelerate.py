@@ -13,7 +13,7 @@ from tests import worker
 from tests.dist.rank_trainer import AUTO, SCHEDULE, replicas_equal
 
 STEPS, SAVED = 6, 3
-OPTIMIZER = {"type": "SCAPE", "params": {"lr": "auto", "weight_decay": "auto", "sparsity": 0.9}}
+OPTIMIZER = {"type": "SCAPE", "params": {"lr": "auto", "weight_decay": "auto", "sparsity": 0.9, "warmup_steps": 0}}
 SETTINGS = {**AUTO, "optimizer": OPTIMIZER}
 
 
@@ -123,7 +123,7 @@ def clients(folder: Path) -> dict[str, Any]:
     """No JSON at all: the plugin's own arguments, and a Scape object from the script."""
     from deepspeed_scape import Scape
 
-    run = Run(None, client=lambda model: Scape(model.parameters(), lr=4e-3, sparsity=0.9), zero_stage=2)
+    run = Run(None, client=lambda model: Scape(model.parameters(), lr=4e-3, sparsity=0.9, warmup_steps=0), zero_stage=2)
     run.train(STEPS)
     found = [type(run.engine.optimizer).__name__, run.engine.optimizer.applied_steps, replicas_equal(run.engine)]
     run.engine.destroy()

@@ -173,7 +173,7 @@ def clients(rank: int, folder: Path) -> dict[str, Any]:
         model = tiny.TinyNet()
         settings = tiny.config()
         del settings["optimizer"]
-        make = lambda params: Scape(params, lr=3e-3, sparsity=0.9)  # noqa: E731
+        make = lambda params: Scape(params, lr=3e-3, sparsity=0.9, warmup_steps=0)  # noqa: E731
         optimizer = make(model.parameters()) if name == "object" else make
         engine = tiny.start(settings, model, optimizer=optimizer)
         losses = [tiny.train_step(engine, step, rank) for step in range(30)]

@@ -156,7 +156,7 @@ def client_optimizer(rank: int) -> list[float]:
     model = tiny.TinyNet()
     settings = tiny.config()
     del settings["optimizer"]
-    optimizer = deepspeed_scape.Scape(model.parameters(), lr=3e-3, sparsity=0.9)
+    optimizer = deepspeed_scape.Scape(model.parameters(), lr=3e-3, sparsity=0.9, warmup_steps=0)
     engine = tiny.start(settings, model, optimizer=optimizer)
     losses = [tiny.train_step(engine, step, rank) for step in range(40)]
     kind = type(engine.optimizer).__name__

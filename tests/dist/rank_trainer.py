@@ -23,7 +23,14 @@ AUTO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "optimizer": {
         "type": "SCAPE",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "sparsity": 0.9},
+        "params": {
+            "lr": "auto",
+            "betas": "auto",
+            "eps": "auto",
+            "weight_decay": "auto",
+            "sparsity": 0.9,
+            "warmup_steps": 0,
+        },
     },
 }
 SCHEDULE = {
@@ -124,7 +131,7 @@ def resumed(folder: Path) -> dict[str, Any]:
     from tests.dist.rank_checkpoint import digest
 
     own = {key: value for key, value in AUTO.items() if key != "optimizer"}
-    options = {"lr": 4e-3, "weight_decay": 0.1, "sparsity": 0.9}
+    options = {"lr": 4e-3, "weight_decay": 0.1, "sparsity": 0.9, "warmup_steps": 0}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "trainer's schedule": (AUTO, {"lr_scheduler_type": "cosine"}),
         "deepspeed's schedule": ({**AUTO, "scheduler": SCHEDULE}, {}),

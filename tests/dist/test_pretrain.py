@@ -77,7 +77,8 @@ def runs(folder: Path) -> dict[str, Any]:
         "--lr-schedule",
         "cosine",
     ]
-    common += ["--set", "gradient_accumulation_steps=2", "--lr-warmup", 3, "--eval-every", 5]
+    common += ["--set", "gradient_accumulation_steps=2", "--set", "optimizer.params.warmup_steps=0"]
+    common += ["--lr-warmup", 3, "--eval-every", 5]
     more = ["--save-every", 5, "--wandb", "--diagnose-every", 4]
     done = {"whole": pretrain(folder / "whole", *common, "--steps", 10, *more)}
     # the schedule runs to --steps, so the first half is the same run as if it had been killed after its save at 5

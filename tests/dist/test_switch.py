@@ -71,7 +71,7 @@ def test_unedited_script_through_run_module(tmp_path: Path) -> None:
     settings = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "SCAPE", "params": {"lr": 1e-2, "sparsity": 0.9}},
+        "optimizer": {"type": "SCAPE", "params": {"lr": 1e-2, "sparsity": 0.9, "warmup_steps": 0}},
     }
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(settings))

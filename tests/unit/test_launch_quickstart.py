@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from rich.status import Status
 
+from deepspeed_scape.config import ScapeOptions
 from launch import children, quickstart
 from launch.children import end_tree, run_command
 from launch.options import parse_options
@@ -40,7 +41,7 @@ SLEEP = "import time; time.sleep(600)"
 
 
 def row(name: str, sent: float) -> dict[str, Any]:
-    return {"method": name, "lr": 1e-3, "final_val_loss": 4.5, "bytes_per_step": sent, "step_ms": 12.34, "params": 7}
+    return {"method": name, "lr": 1e-3, "final_val_loss": 4.5, "bytes_last_step": sent, "step_ms": 12.34, "params": 7}
 
 
 def test_end_tree_ends_grandchildren_of_other_sessions() -> None:
@@ -166,6 +167,7 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_remark_says_who_is_behind() -> None:
     assert "So SCAPE 99% must be behind here: QUICKSTART_STEPS=8000" in remark(1500)
     assert "behind" not in remark(8000)
+    assert f"first {ScapeOptions.model_fields['warmup_steps'].default} steps are dense" in remark(8000)
 
 
 def test_steps_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from deepspeed_scape.config import ScapeOptions
 from evals.quality import __main__ as command
 from evals.quality import table
 from evals.quality.groups import GROUPS, SCAPE99, SEEDS, TUNING_SEED, rate
@@ -107,13 +109,14 @@ def test_an_entry_at_anothers_rate_waits_for_it_and_then_runs_the_seeds(tmp_path
         spec.name for spec in Results(tmp_path).remaining(SCAPE99)
     ]
     tuned(tmp_path, {-1: 3.1, 0: 3.0, 1: 3.2})
-    warm = change.rate_of
-    assert warm is not None and warm.rate_of is SCAPE99  # a change of a change has the rate of what was tuned
-    left = list(Results(tmp_path).remaining(warm))
-    assert [spec.seed for spec in left] == list(SEEDS) and {spec.lr for spec in left} == {5e-4}
+    plain = replace(change, far=math.inf)
+    left = list(Results(tmp_path).remaining(plain))
+    assert [(spec.lr, spec.seed) for spec in left] == [(5e-4, seed) for seed in SEEDS]
     finish(tmp_path, left[1], 3.3)
-    assert [spec.seed for spec in Results(tmp_path).remaining(warm)] == [1, 3]
+    assert [spec.seed for spec in Results(tmp_path).remaining(plain)] == [1, 3]
     assert [(spec.lr, spec.seed) for spec in Results(tmp_path).remaining(change)] == [(5e-4, 1)]
+    further = replace(plain, rate_of=change)  # a change of a change has the rate of what was tuned
+    assert further.tuned is SCAPE99 and [s.lr for s in Results(tmp_path).remaining(further)] == [5e-4, 5e-4]
 
 
 @pytest.mark.parametrize(
@@ -127,12 +130,11 @@ def test_a_change_that_is_plainly_behind_on_one_seed_gets_no_others(
     tmp_path: Path, group: str, loss: float, seeds: list[int]
 ) -> None:
     tuned(tmp_path, {-1: 3.1, 0: 3.0, 1: 3.2})
-    change = next(entry for entry in GROUPS[group] if entry.rate_of is not None and entry.rate_of.rate_of is SCAPE99)
-    assert change.rate_of is not None
+    change = next(entry for entry in GROUPS[group] if entry.rate_of is SCAPE99)
     (first,) = Results(tmp_path).remaining(change)
     finish(tmp_path, first, loss, math.isinf(loss))
     assert [spec.seed for spec in Results(tmp_path).remaining(change)] == [2, 3]  # nothing to compare it with yet
-    finish(tmp_path, change.rate_of.run(5e-4, 1), 3.0)
+    finish(tmp_path, SCAPE99.run(5e-4, 1), 3.0)
     assert [spec.seed for spec in Results(tmp_path).remaining(change)] == seeds
     if seeds == [] and math.isfinite(loss):
         row = next(line for line in table.group_table(group, Results(tmp_path)) if f"| {change.name} |" in line)
@@ -203,4 +205,6 @@ def test_results_of_another_text_are_found(tmp_path: Path) -> None:
 
 def test_settings_are_those_of_the_shipped_configuration() -> None:
     shipped = resolve_config("ds_configs/zero2_scape99_fp32.json", [], lr=5e-4, micro_batch=2)
+    named = {"warmup_steps": ScapeOptions.model_fields["warmup_steps"].default}
+    shipped["optimizer"]["params"] |= named  # the sweep names the default
     assert SCAPE99.run(5e-4, 1).settings() == shipped
