@@ -89,7 +89,7 @@ class ScapeGroup:
 
     def update(self, mean: Tensor, step: int, columns: slice | None = None, out: Tensor | None = None) -> Tensor:
         """Apply the synchronised gradients (K,) fp32 on the owner; return the K new weights, in ``out`` if given."""
-        if self.decay.steps < step:  # the first piece of this step
+        if self.decay.steps != step:  # the first piece of this step; `record` refuses any but the next
             self.decay.record(step, float(self.hyper_group["lr"]), float(self.hyper_group["weight_decay"]))
         hyper = Hyper.of_group(self.hyper_group, self.options.normalizer)
         states = (self.master.data, self.moments["exp_avg"], self.moments["exp_avg_sq"])

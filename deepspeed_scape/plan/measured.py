@@ -14,7 +14,7 @@ WARMUP_STEPS = 10
 
 
 def read_run(path: Path, compute_given: bool = False) -> dict[str, Any]:
-    """``params``, ``compute_ms``, ``dtype`` and, for a SCAPE run on CPUs, ``scape_local_ms``; names of PlanOptions.
+    """``params``, ``dtype``, ``compute_ms`` and, of sparse steps on CPUs, ``scape_local_ms``: names of PlanOptions.
 
     A SCAPE run on CPUs tells what its steps spent where: compute is what is left of a step. A run on one rank has no
     network, so its compute is the step without the optimizer's share, which a dense run does not tell: it counts whole.
@@ -32,10 +32,12 @@ def read_run(path: Path, compute_given: bool = False) -> dict[str, Any]:
         raise ValueError(f"--from-run {path}: no config or no step records; give a metrics.jsonl of launch/pretrain.py")
     timed = [s for s in steps if s["step"] > WARMUP_STEPS] or steps
     found: dict[str, Any] = {"params": config["params"], "dtype": _dtype(config.get("deepspeed", {}))}
-    split = [_split(step) for step in timed if any(key.startswith("scape/ms_") for key in step)]
-    if split:
-        found["compute_ms"] = statistics.median(compute for compute, _ in split)
-        found["scape_local_ms"] = statistics.median(local for _, local in split)
+    told = [step for step in timed if any(key.startswith("scape/ms_") for key in step)]
+    if told:
+        found["compute_ms"] = statistics.median(_split(step)[0] for step in told)
+        # dense steps, which come first, and skipped ones have other work
+        if sparse := [step for step in told if step.get("scape/sparsity") not in (0, 1)]:
+            found["scape_local_ms"] = statistics.median(_split(step)[1] for step in sparse)
     elif config.get("world_size") == 1:
         found["compute_ms"] = statistics.median(step["step_ms"] for step in timed)
     elif not compute_given:

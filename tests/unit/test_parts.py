@@ -90,6 +90,18 @@ def test_a_group_before_its_first_mask_says_so() -> None:
         group(4, torch.float32).pack(torch.empty(2, 1))
 
 
+@pytest.mark.parametrize("recorded", [1, 5], ids=["behind", "ahead"])
+def test_a_decay_history_of_another_step_is_refused(recorded: int) -> None:
+    """Pieces of one step record it once; a history that is ahead of the step is damage, and no further piece."""
+    some, mean = group(8, torch.float32), torch.zeros(2)
+    some.update(mean, 1, slice(0, 2))
+    some.update(mean, 1, slice(2, 4))
+    assert some.decay.steps == 1
+    some.decay.load(torch.zeros(recorded + 1, dtype=torch.float64))
+    with pytest.raises(ValueError, match=f"decay of step 3 recorded after step {recorded}"):
+        some.update(mean, 3, slice(0, 2))
+
+
 class OneRank:
     """Stands for an exchange in which every rank has what this one has."""
 

@@ -157,6 +157,18 @@ def test_a_scape_run_tells_compute_and_local_work(tmp_path: Path, capsys: pytest
     assert json.loads(capsys.readouterr().out)["options"]["compute_ms"] == 50  # what is given beats what was measured
 
 
+@pytest.mark.parametrize("sparse", [0, 5], ids=["dense-alone", "dense-first"])
+def test_dense_steps_that_come_first_tell_nothing_of_the_sparse_ones(tmp_path: Path, sparse: int) -> None:
+    path = write_run(tmp_path / "m.jsonl", 2, laps=True)
+    config, *steps = [json.loads(line) for line in path.read_text().splitlines()]
+    for step in steps:
+        dense = step["step"] < 40 - sparse
+        step |= {"scape/sparsity": 0.0, "scape/ms_update": 9.0} if dense else {"scape/sparsity": 0.99}
+    path.write_text("\n".join(map(json.dumps, [config, *steps])) + "\n")
+    found = read_run(path)
+    assert found["compute_ms"] in (20.0, 28.0) and found.get("scape_local_ms") == (3.0 if sparse else None)
+
+
 def test_a_run_on_one_rank_is_all_compute(tmp_path: Path) -> None:
     assert read_run(write_run(tmp_path / "m.jsonl", 1, laps=False))["compute_ms"] == 40.0
 
