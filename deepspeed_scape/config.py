@@ -100,9 +100,7 @@ class ScapeOptions(AdamSOptions):
     """Options of SCAPE. ``density = 1 - sparsity`` is the share of the elements that one step synchronises."""
 
     sparsity: float = Field(default=0.99, ge=0, lt=1, description="share of the elements that a step does not send")
-    warmup_steps: int = Field(
-        default=100, ge=0, description="dense steps before the first sparse one; 10 or 25 are worse than none"
-    )
+    warmup_steps: int = Field(default=100, ge=0, description="dense steps before the first sparse one (docs/tuning.md)")
     normalizer: Literal["ema", "adams"] = Field(
         default="ema", description="'ema': running mean of the squared gradient; 'adams': the paper's AdamS normalizer"
     )

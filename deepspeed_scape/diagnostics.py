@@ -5,7 +5,7 @@ scalar all-reduce, whose result the host reads anyway: no collective, no wait an
 
     residual_norm    sqrt(mean over ranks of ||r_i||^2) after the step: what is waiting to be sent
     mask_overlap     share of this step's mask that was in the mask of the step before; `density` if masks were random
-    visits_hist_<n>  share of the elements visited n times or more, but fewer than the next key's n
+    visits_hist_<n>  share of the elements that were in n masks or more, but fewer than the next key's n
 
 Visits are counted since the run began, or since the resume from a checkpoint that has no counts.
 """
@@ -83,7 +83,7 @@ class Diagnostics:
 
 
 def count_visits(
-    visits: Tensor,  # (n,) int32: how often each real element of a partition was synchronised
+    visits: Tensor,  # (n,) int32: how often each real element of a partition was in the mask
 ) -> Tensor:  # (len(VISIT_BINS),) fp64: how many fall in each bin
     """The histogram, in passes without a temporary of int64: the sizes are known, so the host waits for nothing."""
     counts = torch.zeros(len(VISIT_BINS), dtype=torch.float64, device=visits.device)

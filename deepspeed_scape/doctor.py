@@ -253,7 +253,7 @@ def show_costs(console: Console, document: dict[str, Any], options: ScapeOptions
         table.add_row(name, show_bytes(sent), share, show_bytes(held), f"{held / params:.2f}")
     console.print(table)
     if options.sparsity and options.warmup_steps:
-        console.print(f"from step {options.warmup_steps + 1} on; those before are dense (warmup_steps), at dense costs")
+        console.print(f"from step {options.warmup_steps + 1} on; those before send all elements (warmup_steps)")
     if pinned := memory.pinned(params, ranks, options.residual_dtype, options.residual_device):
         said = f"and {show_bytes(pinned)} of pinned host memory (residual_device), moved once a step"
         console.print(f"on GPUs, {said}; on CPUs the residual is in host memory as it is")

@@ -60,7 +60,7 @@ class ScapeGroup:
         self.last = zeros(layout.partition_size, torch.int32, device)
         self.threshold = LastThreshold()
         self.decay = DecayHistory(device)
-        self.visits: Tensor | None = None  # (S,) int32: steps in which an element was synchronised, where counted
+        self.visits: Tensor | None = None  # (S,) int32: how many masks an element was in, where counted
         self.position: Tensor | None = None  # (W*K,) int64: the mask as places in the flat buffer, None until made
 
     @property
@@ -99,8 +99,8 @@ class ScapeGroup:
         else:
             states, last = (states[0][columns], states[1][columns], states[2][columns]), last[columns]
         self.moments["step"].fill_(step)
-        if self.visits is not None:
-            self.visits[columns].add_(1) if own is None else self.visits.index_add_(0, own, self._ones)
+        if self.visits is not None and own is not None:
+            self.visits.index_add_(0, own, self._ones)
         out = torch.empty_like(mean) if out is None else out
         ops_for(mean, *states).update(own, mean, step, states, last, self.decay, hyper, out)
         return out
@@ -109,7 +109,7 @@ class ScapeGroup:
         return self._made().view(self.layout.world_size, -1)[self.rank] - self.rank * self.layout.partition_size
 
     def count_visits(self) -> None:
-        """Count from now on how often each element of the own partition is synchronised: 4 S bytes."""
+        """Count from now on how often each element of the own partition is in the mask: 4 S bytes."""
         self.visits = torch.zeros_like(self.last)
         self._ones = torch.ones(self.layout.kept, dtype=torch.int32, device=self.last.device)
 

@@ -106,8 +106,8 @@ class HostResidual:
         self._pass(work)
 
     def take(self, columns: slice, out: Tensor) -> None:
-        """A dense step asks piece by piece; gradients that wait are added to all buckets before the first."""
-        if self._waiting:
+        """A dense step may ask piece by piece; gradients that wait are then added to all buckets before the first."""
+        if self._waiting and columns != slice(0, self.layout.partition_size):
             self._pass(lambda bucket, values: None)
 
         def work(part: Bucket, values: Tensor) -> None:

@@ -8,7 +8,7 @@ Keys of ``engine.optimizer.step_stats``, and of the monitors with ``Train/Scape/
     clip_coefficient  what the gradients were multiplied with, in (0, 1]
     skipped           1 for a step that was dropped because of an inf or nan
     sparsity          share of the elements that this step did not synchronise: 0 in a dense one, 1 in a skipped one
-    visits            how often an element was synchronised so far, on average
+    visits            how often an element was in the mask so far, on average; dense steps do not count
     ms_<part>         milliseconds of each part of the step, mask_wait among them; on a GPU of the step before
 
 The monitors also get ``diagnostics.py``'s keys whenever there are new ones, and W&B, once, the configuration: DeepSpeed

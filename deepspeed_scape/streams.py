@@ -53,3 +53,9 @@ class SideStream:
         """Let the host wait for all that the stream has been given."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+def wait_for_compute(device: torch.device) -> None:
+    """Let the host wait for all that the compute stream has been given; a device without streams has done it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -37,6 +37,7 @@ from deepspeed_scape.pages import zeros
 from deepspeed_scape.replicas import check_replicas
 from deepspeed_scape.residual import sum_squares
 from deepspeed_scape.stopwatch import Stopwatch
+from deepspeed_scape.streams import wait_for_compute
 
 
 class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
@@ -48,7 +49,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         step_stats: after every step, bytes sent by purpose, norms and milliseconds (see ``monitor.py``).
         diagnostics: residual norm, mask overlap, visits every now and then (see ``diagnostics.py``).
         applied_steps: t, the steps that were not skipped.
-        visits: how often an element was synchronised so far, on average.
+        visits: how often an element was in the mask so far, on average.
     """
 
     def __init__(self, init_optimizer: Scape, *args: Any, **kwargs: Any) -> None:
@@ -78,8 +79,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.monitor: StepMonitor | None = None  # set by the engine that builds us
         self._link_optimizer_states()
         if self.options.sparsity and self.options.warmup_steps:
-            sent = f"{self.options.density:.4g} of the elements is sent from step {self.options.warmup_steps + 1} on"
-            log_dist(f"SCAPE: {sent}, all of them before (warmup_steps)", ranks=[0])
+            first = f"steps 1 to {self.options.warmup_steps} are dense (warmup_steps)"
+            log_dist(f"SCAPE: {first}, those after them send {self.options.density:.4g} of the elements", ranks=[0])
         atexit.register(_close, weakref.ref(self.exchange))
 
     def _build_group(self, i: int) -> ScapeGroup:
@@ -210,11 +211,12 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         pieces: Sequence[Piece | None] = self.wire.dense_pieces() if dense else [None]
         for i, piece in enumerate(pieces[:-1]):
             self._scatter(self._synchronise(piece, step, further=i > 0)(), piece)
+            wait_for_compute(self.scape_groups[0].flat.device)  # or the memory of all pieces would be in use at once
         gathering = self._synchronise(pieces[-1], step, further=len(pieces) > 1)
         masks = None if self._is_dense(step + 1) else self._select(step)  # while the parameters are under way
         self._scatter(gathering(), pieces[-1])
         self.diagnostics.after_step(step, dense)
-        self.visits += sent_share(self.scape_groups, dense)
+        self.visits += 0.0 if dense else sent_share(self.scape_groups, dense)
         self.applied_steps = step
         self.optimizer._opt_called = True  # torch's schedulers warn if nobody has stepped before them
         if masks is not None:

@@ -79,7 +79,7 @@ class Results:
         if entry.rate_of is None or math.isinf(entry.far):
             return SEEDS
         ours, theirs = (self.get(one.run(lr, SEEDS[0])) for one in (entry, entry.rate_of))
-        if ours is None or (theirs is not None and final_loss(ours) - final_loss(theirs) > entry.far):
+        if ours is None or theirs is None or not final_loss(ours) <= final_loss(theirs) + entry.far:
             return SEEDS[:1]
         return SEEDS
 

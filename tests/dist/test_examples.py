@@ -24,6 +24,9 @@ PAGE = ROOT / "docs" / "trainers.md"
 PORT = {"deepspeed": "--master_port", "accelerate": "--main_process_port"}
 
 
+JSON = "launch/examples/scape_auto.json"
+
+
 def command_of(program: str) -> list[str]:
     """The words of the page's one command that starts with ``program``."""
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"    {program} ")]
@@ -33,6 +36,11 @@ def command_of(program: str) -> list[str]:
 def run(words: list[str], folder: Path, *more: str) -> None:
     """The command on this test's own port, in its own ``runs/``, and through no_shm.py."""
     program, *rest = [word.replace("runs/", f"{folder}/") for word in words]
+    if JSON in rest:  # the page's 40 steps would all be dense
+        document = json.loads((ROOT / JSON).read_text())
+        document["optimizer"]["params"]["warmup_steps"] = 5
+        rest[rest.index(JSON)] = str(folder / "sparse.json")
+        (folder / "sparse.json").write_text(json.dumps(document))
     rest.insert(rest.index("deepspeed_scape.run") + 1, "tests/dist/no_shm.py")
     own = [*(rest.pop(0) for _ in range(program == "accelerate")), PORT[program], str(free_port())]
     tag = uuid.uuid4().hex

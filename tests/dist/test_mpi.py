@@ -63,7 +63,20 @@ def test_a_script_trains_under_a_plain_mpirun(tmp_path: Path, kind: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mpich", "openmpi"])
 def test_the_pretraining_job_under_a_plain_mpirun(tmp_path: Path, kind: str) -> None:
-    options = ["--preset", "tiny", "--steps", "3", "--log-every", "1", "--eval-batches", "2", "--output", str(tmp_path)]
+    options = [
+        "--set",
+        "optimizer.params.warmup_steps=0",
+        "--preset",
+        "tiny",
+        "--steps",
+        "3",
+        "--log-every",
+        "1",
+        "--eval-batches",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     config = "ds_configs/zero2_scape99_fp32.json"
     done = mpirun(tmp_path, kind, "launch/pretrain.py", "--deepspeed_config", config, *options,
                   MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # fmt: skip

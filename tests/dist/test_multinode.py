@@ -39,6 +39,8 @@ LAUNCHES = {
 }
 PRETRAIN = [
     "--",
+    "--set",
+    "optimizer.params.warmup_steps=0",
     "--preset",
     "tiny",
     "--steps",

@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     status, said = ask("--deepspeed_config", str(config), "--params", "1.8e9", "--ranks", "32")
     assert status == 0 and "accepted" in said and "1,800,000,000 parameters, 32 ranks, fp32" in said
     assert "check_replicas" in said and "SCAPE 99%" in said
-    assert "pinned" not in said and "from step 101 on; those before are dense (warmup_steps)" in said
+    assert "pinned" not in said and "from step 101 on; those before send all elements (warmup_steps)" in said
     outside = document()
     outside["optimizer"]["params"]["residual_device"] = "cpu"
     config.write_text(json.dumps(outside))

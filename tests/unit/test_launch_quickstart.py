@@ -165,9 +165,10 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_remark_says_who_is_behind() -> None:
-    assert "So SCAPE 99% must be behind here: QUICKSTART_STEPS=8000" in remark(1500)
-    assert "behind" not in remark(8000)
-    assert f"first {ScapeOptions.model_fields['warmup_steps'].default} steps are dense" in remark(8000)
+    assert "So SCAPE 99% must be behind here: QUICKSTART_STEPS=8100" in remark(1500)
+    assert "SCAPE 90% 140, SCAPE 99% 14 times" in remark(1500) and "SCAPE 99% 0 times" in remark(60)
+    assert "must be" not in remark(8100)
+    assert ScapeOptions.model_fields["warmup_steps"].default == quickstart.DENSE_STEPS
 
 
 def test_steps_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_a_change_that_is_plainly_behind_on_one_seed_gets_no_others(
     change = next(entry for entry in GROUPS[group] if entry.rate_of is SCAPE99)
     (first,) = Results(tmp_path).remaining(change)
     finish(tmp_path, first, loss, math.isinf(loss))
-    assert [spec.seed for spec in Results(tmp_path).remaining(change)] == [2, 3]  # nothing to compare it with yet
+    assert not list(Results(tmp_path).remaining(change))  # nothing to compare it with yet
     finish(tmp_path, SCAPE99.run(5e-4, 1), 3.0)
     assert [spec.seed for spec in Results(tmp_path).remaining(change)] == seeds
     if seeds == [] and math.isfinite(loss):
