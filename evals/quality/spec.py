@@ -72,6 +72,11 @@ class RunSpec(BaseModel):
         return 1.0 - self.settings()["optimizer"]["params"].get("sparsity", 0.0)
 
     @property
+    def visits(self) -> float:
+        """How often a mask takes an element, on average; dense steps first do not count."""
+        return max(0, self.steps - self.overrides.get("warmup_steps", 0)) * self.density
+
+    @property
     def name(self) -> str:
         """Names the result: readable, and unique by a hash of everything that decides the outcome."""
         decisive = self.model_dump(exclude={"method"})
