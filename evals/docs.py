@@ -1,4 +1,5 @@
-"""Fill what a program knows into docs/: under each `$ command` of planner.md what it prints; the table of memory.md.
+"""Fill what a program knows into docs/: under each `$ command` of planner.md what it prints; the table of memory.md;
+the measurements of tuning.md.
 
 python -m evals.docs            # writes
 python -m evals.docs --check    # fails when the page says something else
@@ -10,15 +11,19 @@ import contextlib
 import io
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.__main__ import main as plan
 from evals.files import with_section
+from evals.quality.groups import COLD99, GROUPS
+from evals.quality.results import Results, final_loss
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, MEMORY = DOCS / "planner.md", DOCS / "memory.md"
+PAGE, MEMORY, TUNING = DOCS / "planner.md", DOCS / "memory.md", DOCS / "tuning.md"
+EARLY = DOCS.parent / "evals" / "results" / "early.md"
 RANKS = (2, 8, 32)
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PREFIX = "$ python -m deepspeed_scape.plan "
@@ -60,9 +65,25 @@ def _line(name: str, values: list[float]) -> str:
     return f"| {name} | " + " | ".join(f"{value:.2f}" for value in values) + " |"
 
 
+def dense_steps_table() -> str:
+    """Validation loss of SCAPE 99% at one rate by the number of dense steps first, over the fresh seeds."""
+    results = Results()
+    entries = [entry for entry in GROUPS["warm-up"] if entry.tuned is COLD99]
+    finals = {entry.overrides["warmup_steps"]: results.finals(entry) for entry in entries}
+    shown = {steps: statistics.fmean(map(final_loss, found)) for steps, found in finals.items() if found}
+    lines = [("dense steps first", *map(str, shown)), ("---",) * (len(shown) + 1)]
+    lines.append(("validation loss", *(f"{loss:.4f}" for loss in shown.values())))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def pages() -> dict[Path, str]:
     """Every page that is filled, as it should be."""
-    return {PAGE: filled(PAGE.read_text()), MEMORY: with_section(MEMORY.read_text(), "memory", memory_table())}
+    tuning = with_section(TUNING.read_text(), "dense steps", dense_steps_table())
+    return {
+        PAGE: filled(PAGE.read_text()),
+        MEMORY: with_section(MEMORY.read_text(), "memory", memory_table()),
+        TUNING: with_section(tuning, "early", EARLY.read_text().strip()) if EARLY.exists() else tuning,
+    }
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from deepspeed_scape.config import ScapeOptions
 from evals.files import with_section
 from evals.network.report import Table, host_table, note, read_table
-from evals.quality.groups import GROUPS
+from evals.quality.groups import DENSE_STEPS, GROUPS
 from evals.quality.results import Results
 from evals.quality.table import group_table
 
@@ -65,8 +65,8 @@ def first_result() -> str:
     one = runs[0]
     note = (
         f"`small` ({one['params']:,} parameters), {one['steps']:,} steps, {one['tokens']:,} tokens of public-domain "
-        f"novels, 2 ranks, ZeRO-2, fp32, one seed; validation on two held-out novels. Each method's rate was chosen by "
-        f"its training loss on text seen once. `python -m evals.first_result --corpus FOLDER`, commits "
+        f"novels, 2 ranks, ZeRO-2, fp32, one seed, no dense steps first; validation on two held-out novels. Each "
+        f"method's rate was chosen by its training loss on text seen once. `python -m evals.first_result --corpus FOLDER`, commits "
         f"{', '.join(commits)}, {where['date']}, {where['hardware']}; all runs in "
         f"[evals/results/first_result.json](evals/results/first_result.json)."
     )
@@ -85,7 +85,8 @@ def quality() -> str:
     where = runs[0]["provenance"]
     note = (
         f"{runs[0]['params']:,} parameters, {runs[0]['spec']['steps']:,} steps, {runs[0]['tokens']:,} tokens "
-        "seen once, 3 fresh seeds at rates tuned with another; differences are to the better dense method, paired by "
+        f"seen once, SCAPE with {DENSE_STEPS} dense steps first, 3 fresh seeds at rates tuned with another; "
+        "differences are to the better dense method, paired by "
         "seed ([protocol](evals/README.md#the-quality-proof)). `python -m evals.quality --corpus FOLDER --only main`, "
         f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
         "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
