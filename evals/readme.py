@@ -66,8 +66,8 @@ def first_result() -> str:
     note = (
         f"`small` ({one['params']:,} parameters), {one['steps']:,} steps, {one['tokens']:,} tokens of public-domain "
         f"novels, 2 ranks, ZeRO-2, fp32, one seed, no dense steps first; validation on two held-out novels. Each "
-        f"method's rate was chosen by its training loss on text seen once. `python -m evals.first_result --corpus FOLDER`, commits "
-        f"{', '.join(commits)}, {where['date']}, {where['hardware']}; all runs in "
+        f"method's rate was chosen by its training loss on text seen once. `python -m evals.first_result --corpus "
+        f"FOLDER`, commits {', '.join(commits)}, {where['date']}, {where['hardware']}; all runs in "
         f"[evals/results/first_result.json](evals/results/first_result.json)."
     )
     return f"{(RESULTS / 'first_result.md').read_text().strip()}\n\n{note}"
