@@ -216,7 +216,8 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         masks = None if self._is_dense(step + 1) else self._select(step)  # while the parameters are under way
         self._scatter(gathering(), pieces[-1])
         self.diagnostics.after_step(step, dense)
-        self.visits += 0.0 if dense else sent_share(self.scape_groups, dense)
+        if not dense:
+            self.visits += sent_share(self.scape_groups, dense)
         self.applied_steps = step
         self.optimizer._opt_called = True  # torch's schedulers warn if nobody has stepped before them
         if masks is not None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.__main__ import main as plan
 from evals.files import with_section
+from evals.network.report import grid
 from evals.quality.groups import COLD99, GROUPS
 from evals.quality.results import Results, final_loss
 
@@ -71,9 +72,8 @@ def dense_steps_table() -> str:
     entries = [entry for entry in GROUPS["warm-up"] if entry.tuned is COLD99]
     finals = {entry.overrides["warmup_steps"]: results.finals(entry) for entry in entries}
     shown = {steps: statistics.fmean(map(final_loss, found)) for steps, found in finals.items() if found}
-    lines = [("dense steps first", *map(str, shown)), ("---",) * (len(shown) + 1)]
-    lines.append(("validation loss", *(f"{loss:.4f}" for loss in shown.values())))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    losses = ("validation loss", *(f"{loss:.4f}" for loss in shown.values()))
+    return grid(("dense steps first", *map(str, shown)), [losses])
 
 
 def pages() -> dict[Path, str]:

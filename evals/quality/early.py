@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from evals.files import write
+from evals.network.report import grid
 from evals.provenance import provenance
 from evals.quality.groups import ADAMS, SCAPE90, SCAPE99, SEEDS, Entry
 from evals.quality.job import Job
@@ -56,10 +57,8 @@ def loss_of(cell: Cell, cache: Path, key: str) -> float:
 
 def table(found: dict[str, dict[int, float]]) -> list[str]:
     """Markdown: a row for each number of dense steps, a column for each warm-up of the rate."""
-    lines = [f"| | {' | '.join(f'{n} steps' for n in LR_WARMUPS)} |", "|---" * (len(LR_WARMUPS) + 1) + "|"]
-    for title, losses in found.items():
-        lines.append(f"| {title} | {' | '.join(f'{losses[n]:.3f}' for n in LR_WARMUPS)} |")
-    return lines
+    rows = [(title, *(f"{losses[n]:.3f}" for n in LR_WARMUPS)) for title, losses in found.items()]
+    return grid(("", *(f"{n} steps" for n in LR_WARMUPS)), rows).splitlines()
 
 
 def main() -> None:

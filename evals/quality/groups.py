@@ -149,8 +149,7 @@ TINY99 = replace(SCAPE99, name="SCAPE 99%, W = 2", setting=TINY, middle=1e-3)
 def _on(world: int, name: str, **overrides: Any) -> Entry:
     """99% on ``world`` ranks with the same 16 sequences a step, at the rate that two ranks were tuned to."""
     setting = replace(TINY, world=world, micro_batch=16 // world)
-    changed = {**TINY99.overrides, **overrides}
-    return replace(TINY99, name=name, setting=setting, overrides=changed, middle=None, rate_of=TINY99)
+    return replace(_like(TINY99, "", **overrides), name=name, setting=setting)
 
 
 def _world() -> list[Entry]:
