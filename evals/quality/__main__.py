@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from evals.files import write
-from evals.quality.groups import GROUPS, MOST_RATES, SEEDS, Entry
+from evals.quality.groups import GROUPS, MOST_RATES, Entry
 from evals.quality.one import HELD_OUT, prepare
 from evals.quality.results import Results
 from evals.quality.spec import ROOT
@@ -59,7 +59,7 @@ def plan(groups: list[str], parallel: int) -> list[str]:
         for entry in GROUPS[group]:
             runs, seconds = _remaining(entry, results, counted)
             total += seconds
-            lines.append(f"  {entry.name:48} {len(results.finals(entry))}/{len(SEEDS)} seeds   {runs}")
+            lines.append(f"  {entry.name:48} {len(results.finals(entry))}/{len(entry.seeds)} seeds   {runs}")
     lines.append(f"about {total / 3600 / parallel:.1f} h with {parallel} at a time ({total / 3600:.1f} h of one core)")
     return lines
 
@@ -71,7 +71,7 @@ def _remaining(entry: Entry, results: Results, counted: set[str]) -> tuple[str, 
     seconds = sum(results.seconds(spec) for spec in ready)
     if results.chosen_rate(entry) is not None:
         return (f"{len(ready)} runs, {seconds / 60:.0f} min" if ready else "done"), seconds
-    later = len(SEEDS) * results.seconds(entry.run(1.0, 1))
+    later = len(entry.seeds) * results.seconds(entry.run(1.0, 1))
     seconds += later
     what = (
         f"rates {', '.join(f'{spec.lr:g}' for spec in ready)}"

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from evals.quality.groups import MOST_RATES, SEEDS, TUNING_SEED, Entry, rate
+from evals.quality.groups import MOST_RATES, TUNING_SEED, Entry, rate
 from evals.quality.spec import RESULTS, RunSpec
 from launch.models import parameters_of_preset
 
@@ -77,16 +77,16 @@ class Results:
     def _wanted(self, entry: Entry, lr: float) -> tuple[int, ...]:
         """The fresh seeds of an entry; the first alone until it says whether that is enough, and where it is."""
         if entry.rate_of is None or math.isinf(entry.far):
-            return SEEDS
-        ours, theirs = (self.get(one.run(lr, SEEDS[0])) for one in (entry, entry.rate_of))
+            return entry.seeds
+        ours, theirs = (self.get(one.run(lr, entry.seeds[0])) for one in (entry, entry.rate_of))
         if ours is None or theirs is None or not final_loss(ours) <= final_loss(theirs) + entry.far:
-            return SEEDS[:1]
-        return SEEDS
+            return entry.seeds[:1]
+        return entry.seeds
 
     def finals(self, entry: Entry) -> list[Result]:
         """The finished runs of the fresh seeds at the chosen rate, by seed."""
         chosen = self.chosen_rate(entry)
-        found = [] if chosen is None else [self.get(entry.run(chosen, seed)) for seed in SEEDS]
+        found = [] if chosen is None else [self.get(entry.run(chosen, seed)) for seed in entry.seeds]
         return [result for result in found if result is not None]
 
     def seconds(self, spec: RunSpec) -> float:

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from evals.quality.groups import GROUPS, SEEDS, Entry
+from evals.quality.groups import GROUPS, Entry
 from evals.quality.results import Result, Results, final_loss
 
 HEAD = (
@@ -71,7 +71,7 @@ def _row(entry: Entry, entries: list[Entry], results: Results) -> str:
         _rates(entry, chosen, results),
         _mean(list(by_seed.values())),
         "" if gap is None else "the reference" if reference is entry else _gap(gap),
-        f"{entry.run(chosen, SEEDS[0]).visits:,.0f}" if finals and chosen else "",
+        f"{entry.run(chosen, entry.seeds[0]).visits:,.0f}" if finals and chosen else "",
         f"{finals[0]['visits']['never']:.1%}" if finals and finals[0]["visits"] else "",
         f"{finals[0]['bytes_per_step']:,.0f}" if finals and finals[0]["bytes_per_step"] else "",
     ]
