@@ -112,25 +112,34 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """No buckets: nothing is reduced during backward."""
 
     def process_gradients(self, param: Any, i: int) -> None:
-        """Gradient hook: keep this rank's gradient, in the accumulation dtype, until the boundary step."""
+        """Gradient hook. What needs no other dtype waits in ``param.grad`` for the end of its backward.
+
+        Between two layers of a model nothing of ours is in a CPU's caches: all at once take a tenth of the time.
+        """
+        self._gradients_taken = True
+        ends = getattr(self, "_backward_active_depth", 1) > 0  # not of a loss that computes gradients in its forward
+        if not ends or param.dtype != self.gradient_accumulation_dtype:
+            self._keep(param)
+
+    def _keep(self, param: Any) -> None:
+        """Take a gradient out of ``param.grad``; it stays on this rank, in the accumulation dtype, until the step."""
         grad = param.grad
         if grad is None:
             return
         if grad.is_sparse:
             raise RuntimeError(f"{self.param_names.get(param)} has a sparse gradient; build it with sparse=False")
         keep_gradient(param, self.gradient_accumulation_dtype, self.backward_share())
-        self._gradients_taken = True
 
     def needs_scaler(self) -> bool:
         """Also where the scale is static: an unscaled loss.backward() would be divided by it all the same."""
         return bool(super().needs_scaler()) or self.loss_scale != 1.0
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
-        """Take in what reached ``param.grad`` without passing a hook."""
+        """Take in what waits in ``param.grad``, also what has reached it without passing a hook."""
         self._gradients_wait = True
-        for i, group in enumerate(self.bit16_groups):
+        for group in self.bit16_groups:
             for param in group:
-                self.process_gradients(param, i)
+                self._keep(param)
 
     def reduce_ready_partitions_and_remove_grads(self, param: Tensor, i: int) -> None:
         """Nothing to reduce before the step."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed_scape.backward import divide_at_parameters, keep_gradient, refuse_unseen
+from deepspeed_scape.zero import ScapeZeroOptimizer
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25])
@@ -73,3 +74,33 @@ def test_a_deepspeed_without_direct_backward_divides_in_no_sync_too() -> None:
 def test_unseen_gradients_are_refused_with_a_remedy() -> None:
     with pytest.raises(RuntimeError, match=r"engine\.module\(\.\.\.\).*Remedy: engine\.backward"):
         refuse_unseen()
+
+
+@pytest.mark.parametrize(
+    ("depth", "dtype", "waits"),
+    [
+        (1, torch.float32, True),
+        (None, torch.float32, True),  # a DeepSpeed that counts no depth, and knows no backward but its own
+        (0, torch.float32, False),  # of a loss that computes gradients in its forward: what comes later may be divided
+        (1, torch.bfloat16, False),  # another dtype, which may hold more: parts must not be summed before
+    ],
+)
+def test_a_gradient_waits_in_place_for_the_end_of_its_own_backward(
+    depth: int | None, dtype: torch.dtype, waits: bool
+) -> None:
+    share = 1.0
+    optimizer: Any = SimpleNamespace(
+        gradient_accumulation_dtype=torch.float32, backward_share=lambda: share, _gradients_taken=False
+    )
+    if depth is not None:
+        optimizer._backward_active_depth = depth
+    param: Any = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    optimizer.bit16_groups = [[param]]
+    optimizer._keep = lambda param: ScapeZeroOptimizer._keep(optimizer, param)
+    param.grad = grad = torch.ones(2, dtype=dtype)
+    ScapeZeroOptimizer.process_gradients(optimizer, param, 0)
+    assert optimizer._gradients_taken and (param.grad is grad) is waits
+    share = 0.5  # of the rest of the backward
+    ScapeZeroOptimizer.backward_epilogue(optimizer)
+    assert param.grad is None and param.grad_accum.dtype == torch.float32
+    assert param.grad_accum.tolist() == ([0.5, 0.5] if waits else [1.0, 1.0])
