@@ -85,8 +85,8 @@ def quality() -> str:
     where = runs[0]["provenance"]
     note = (
         f"{runs[0]['params']:,} parameters, {runs[0]['spec']['steps']:,} steps, {runs[0]['tokens']:,} tokens "
-        f"seen once, SCAPE with {DENSE_STEPS} dense steps first, 3 seeds by which nothing was chosen, at rates tuned with another; "
-        "differences are to the better dense method, paired by "
+        f"seen once, SCAPE with {DENSE_STEPS} dense steps first, 3 seeds by which nothing was chosen, at rates tuned "
+        "with another; differences are to the better dense method, paired by "
         "seed ([protocol](evals/README.md#the-quality-proof)). `python -m evals.quality --corpus FOLDER --only main`, "
         f"{'commits' if len(commits) > 1 else 'commit'} {', '.join(commits)}, {where['date']}, {where['hardware']}; "
         "ablations, ballots and all else: [evals/results/quality.md](evals/results/quality.md)."
