@@ -3,7 +3,8 @@
 Taken from the measurements: forward and backward at each setting (``Table.compute``), as a user gives them with
 --compute-ms; and, all of it without a shaped network, what each method does beside them, less the network's share, the
 latency of a bare 4-byte all-reduce, and the unshaped bandwidth of a bare 8 MiB one. The rest at 1 Gbit, 200 Mbit and
-100 Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets. One
+100 Mbit follows from the nominal bandwidth and 0.956, the share of a shaped Ethernet link that TCP's payload gets; or
+from what a bare 8 MiB all-reduce got of the link where that is less, as when the machine has no time for a gigabit. One
 thing the planner does not know of gloo: how much of a full-duplex link its all-gather leaves idle, taken from bare
 ones of 8 MiB, their median over the shaped bandwidths. Steps are taken on level terms (``Table.level_ms``), since the
 machine's speed wanders by 15% within seconds. The unshaped rows are the calibration itself.
@@ -11,6 +12,7 @@ machine's speed wanders by 15% within seconds. The unshaped rows are the calibra
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, replace
 
@@ -41,14 +43,25 @@ class Check:
 def cluster_of(table: Table, setting: Setting, method: Method) -> Cluster:
     """The hosts as the planner sees them."""
     hosts, mbit = setting
-    probes = {row.method: row.median_ms / 1e3 for row in table.probes if (row.hosts, row.mbit) == (hosts, None)}
-    small, large = probes[f"probe-{PROBE_SIZES[0]}"], probes[f"probe-{PROBE_SIZES[-1]}"]
-    latency = small / (2 * (hosts - 1))
-    unshaped = 2 * (hosts - 1) / hosts * PROBE_SIZES[-1] / max(large - small, 1e-9)
-    bandwidth = unshaped if mbit is None else min(unshaped, mbit * 1e6 / 8 * EFFICIENCY)
-    link = Link(latency=latency, bandwidth=bandwidth)
+    small, bandwidth = _probed(table, (hosts, None))
+    if mbit is not None:
+        bandwidth = min(bandwidth, mbit * 1e6 / 8 * EFFICIENCY, _probed(table, setting)[1])
+    link = Link(latency=small / (2 * (hosts - 1)), bandwidth=bandwidth)
     algorithm = "direct" if method.is_scape else "ring"
     return Cluster(nodes=hosts, gpus_per_node=1, inter=link, intra=link, algorithm=algorithm)  # type: ignore[arg-type]
+
+
+def _probed(table: Table, setting: Setting) -> tuple[float, float]:
+    """Seconds of the smallest bare all-reduce, and bytes a second that each host sends in the largest one.
+
+    No limit is known where nothing was measured, as in tables of single methods.
+    """
+    hosts, mbit = setting
+    probes = {row.method: row.median_ms / 1e3 for row in table.probes if (row.hosts, row.mbit) == setting}
+    if mbit is not None and f"probe-{PROBE_SIZES[-1]}" not in probes:
+        return 0.0, math.inf
+    small, large = probes[f"probe-{PROBE_SIZES[0]}"], probes[f"probe-{PROBE_SIZES[-1]}"]
+    return small, 2 * (hosts - 1) / hosts * PROBE_SIZES[-1] / max(large - small, 1e-9)
 
 
 def gather_factor(table: Table, hosts: int) -> float:

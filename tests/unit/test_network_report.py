@@ -296,6 +296,15 @@ def test_what_gloos_gather_takes_is_measured_and_used() -> None:
     assert told["ddp", (2, 100.0)] == plain["ddp", (2, 100.0)]
 
 
+@pytest.mark.parametrize(("share", "used"), [(0.5, 0.5), (2.0, 0.956)])
+def test_a_link_that_gives_less_than_its_name_says_is_taken_as_measured(share: float, used: float) -> None:
+    """Two hosts send 8 MiB each in an all-reduce of as much."""
+    probes = [row("probe-4", [0.6], 1000.0), row("probe-8388608", [0.6 + (1 << 23) / (share * 125e6) * 1e3], 1000.0)]
+    table = Table([*synthetic().rows, *synthetic().probes, *probes])
+    found = {mbit: cluster_of(table, (2, mbit), METHODS["ddp"]).inter.bandwidth for mbit in (1000.0, 200.0)}
+    assert found == pytest.approx({1000.0: used * 125e6, 200.0: 0.956 * 25e6})
+
+
 def test_the_check_sees_a_network_that_behaves_otherwise() -> None:
     assert min(c.error for c in check_all(synthetic(noise=1.3)) if c.method == "zero2") == pytest.approx(
         1 / 1.3 - 1, abs=1e-3
