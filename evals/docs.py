@@ -17,8 +17,7 @@ from pathlib import Path
 
 from deepspeed_scape.plan import memory
 from deepspeed_scape.plan.__main__ import main as plan
-from evals.files import with_section
-from evals.network.report import grid
+from evals.files import grid, with_section
 from evals.quality.groups import COLD99, GROUPS
 from evals.quality.results import Results, final_loss
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -18,3 +19,9 @@ def with_section(text: str, name: str, content: str) -> str:
     """``text`` with ``content`` between its marks ``<!-- name -->`` and ``<!-- /name -->``."""
     pattern = re.compile(rf"<!-- {name} -->\n.*?<!-- /{name} -->", re.DOTALL)
     return pattern.sub(lambda _: f"<!-- {name} -->\n{content}\n<!-- /{name} -->", text)
+
+
+def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -15,13 +15,12 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from evals.files import write
+from evals.files import grid, write
 from evals.first_result import HELD_OUT
 from evals.network.hosts import Hosts
 from evals.network.measure import Say, order_of, speed
 from evals.network.methods import METHODS
 from evals.network.ranks import Ranks
-from evals.network.report import grid
 from launch.corpus import from_files
 from launch.models import PRESETS
 from launch.tokens import prepare_tokens

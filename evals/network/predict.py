@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 
 from deepspeed_scape.plan.cluster import Cluster, Link
 from deepspeed_scape.plan.step import Prediction, Workload, predict_dense, predict_scape
+from evals.files import grid
 from evals.network.measure import PROBE_SIZES, speed
 from evals.network.methods import METHODS, Method
-from evals.network.report import Setting, Table, grid
+from evals.network.report import Setting, Table
 
 EFFICIENCY = 0.956
 NOT_MODELLED = ("zero2-owner",)  # gloo's reduce to one rank after the other is half-duplex: no mode of the planner

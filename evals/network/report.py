@@ -38,12 +38,6 @@ class Verdict:
     met: bool
 
 
-def grid(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 class Table:
     """Rows by setting and method, and the ratios between them.
 

@@ -18,9 +18,9 @@ from typing import Any
 from deepspeed_scape.plan import Cluster, Workload, predict_all
 from deepspeed_scape.plan.cluster import Link
 from deepspeed_scape.plan.memory import scape as planned_memory
-from evals.files import write
+from evals.files import grid, write
 from evals.network.measure import Row, Say, Settings, compare, speed
-from evals.network.report import Table, grid
+from evals.network.report import Table
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000, 100_000_000, 200_000_000)
 TENSOR = 1_000_000  # elements of one parameter

@@ -13,11 +13,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from evals.files import write
+from evals.files import grid, write
 from evals.network.hosts import Hosts
 from evals.network.measure import Comparison, Say, Settings, speed
 from evals.network.ranks import Ranks
-from evals.network.report import grid
 
 METHOD_OF = {"90%": "scape90", "99%": "scape99"}
 MBITS: tuple[float | None, ...] = (None, 1000.0, 200.0, 100.0, 20.0, 5.0)

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from evals.files import write
-from evals.network.report import grid
+from evals.files import grid, write
 from evals.provenance import provenance
 from evals.quality.groups import ADAMS, SCAPE90, SCAPE99, SEEDS, Entry
 from evals.quality.job import Job

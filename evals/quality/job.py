@@ -196,7 +196,6 @@ class Job:
             "train_curve": _means([x for x in history.losses if math.isfinite(x)], 16),
             "residual_norm": history.norms,
             "visits": self._visits(),
-            "visits_expected": self.spec.visits,
             "bytes_per_step": history.sent / max(1, self.step),
             "skipped_steps": self.ranks.skipped,
             "params": count_parameters(self.model),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from evals.files import grid
 from evals.network.__main__ import bandwidths, build_parser, check
 from evals.network.bystanders import Bystanders
 from evals.network.loss import Curve
@@ -20,7 +21,7 @@ from evals.network.loss import table as loss_table
 from evals.network.measure import Comparison, Row, Settings, block_request, order_of, rounds_of, speed, step_ms
 from evals.network.methods import CLOSE, METHODS
 from evals.network.predict import check_all, cluster_of, gather_factor
-from evals.network.report import Table, as_csv, grid, markdown, read_csv, verdicts
+from evals.network.report import Table, as_csv, markdown, read_csv, verdicts
 
 WHERE = {
     "preset": "gpt-10m", "tokens": "256", "commit": "abc", "date": "2026-11-29", "hardware": "2 x CPU",

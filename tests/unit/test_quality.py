@@ -29,7 +29,7 @@ def finish(folder: Path, spec: RunSpec, loss: float, diverged: bool = False) -> 
         "step_ms": 50.0,
         "data_key": "a text",
     }
-    result |= {"visits_expected": 80.0, "visits": {"never": 0.25}, "bytes_per_step": 1000.0}
+    result |= {"visits": {"never": 0.25}, "bytes_per_step": 1000.0}
     (folder / f"{spec.name}.json").write_text(json.dumps(result))
 
 
