@@ -1,12 +1,16 @@
 """Ballots: every rank's say in the next mask, so that it stays good on many ranks (DESIGN section 6).
 
 An owner scores with its own residual, one rank's view of the mean. With ballots each other rank tells it the places of
-its largest unsent gradients there, their signs, and their mean magnitude a. The owner's estimate of the mean residual
+its largest unsent gradients there, their signs, and their mean magnitude a. A vote is a transfer: sign * a leaves the
+residual of who casts it and joins the owner's, so that the sum over the ranks, which is all that an update sees, stays
+what it was; nothing is told twice; and what has been told is remembered until the element is visited, without memory
+of its own. It is sign compression with error feedback, of what the mask has left. The owner's estimate of the mean
 
-    Rhat = (r_own + sum over the other ranks of sign * a at the places they name) / W
+    Rhat = r_own / W
 
 takes the place of r_own in the score. A ballot is fresh: cast once this step's gradients are in the residual and the
-mask's entries taken out, on its way with the reduce of the same step, counted when the next mask is made.
+mask's entries taken out, on its way with the reduce of the same step, counted when the next mask is made. A bf16
+residual rounds on both sides of a transfer, as it does whenever gradients are added.
 
 One ballot, of a size that follows from (S, K) alone:
 
@@ -52,14 +56,14 @@ def ballot_code(partition_size: int, kept: int) -> BallotCode:
 
 
 def cast_ballots(
-    gradients: Tensor,  # (n, S) fp32 or bf16: this rank's residual in the partitions of n other owners
+    gradients: Tensor,  # (n, S) fp32 or bf16, updated: this rank's residual in the partitions of n other owners
     known: Moments,  # of a partition of the same size; only its shape and device matter
     step: int,
     code: BallotCode,
     seed: int,
     out: Tensor,  # (n, nbytes) uint8, written, may be a slice of wider rows
 ) -> None:
-    """Write a ballot for each owner: the V largest unsent gradients of its partition.
+    """Write a ballot for each owner, of the V largest unsent gradients of its partition, and take out what it moves.
 
     Small partitions are taken together, as many as bounded buffers hold (see ``rows_together``). On a CPU the bytes are
     those of each alone; a GPU may round the scale otherwise.
@@ -70,20 +74,23 @@ def cast_ballots(
     for rows, ballots in zip(gradients.split(count), out.split(count), strict=True):
         index = select_largest(rows, known, step, code.votes, seed)
         values = rows.gather(1, index).float()  # (n, V)
+        mean = values.abs().mean(1, keepdim=True)
         scale, places, signs = _parts(ballots, code)
-        scale.copy_(values.abs().mean(1, keepdim=True).view(torch.uint8))
+        scale.copy_(mean.view(torch.uint8))
         encode_masks(index, code.places, places)
-        signs.copy_(pack_bits(values < 0))
+        negative = values < 0
+        signs.copy_(pack_bits(negative))
+        rows.scatter_(1, index, values.sub_(torch.where(negative, -mean, mean)).to(rows.dtype))
 
 
 def count_ballots(
-    own: Tensor,  # (S,) fp32 or bf16: the owner's residual in its own partition
+    own: Tensor,  # (S,) fp32 or bf16, updated: the owner's residual in its own partition
     ballots: Tensor,  # (W, nbytes) uint8: what every rank sent; the owner's own row is not read
     rank: int,
     code: BallotCode,
     faults: Tensor | None,  # (1,) int32: see ``decode_masks``
 ) -> Tensor:  # (S,) fp32: Rhat
-    """The owner's estimate of the mean residual.
+    """Add what the others have moved here; the owner's estimate of the mean residual.
 
     Ranks are counted one after another: their places are distinct within one ballot only, and a sum of atomics would
     not be the same twice.
@@ -92,17 +99,19 @@ def count_ballots(
         RuntimeError: on a CPU, a ballot is damaged.
     """
     world = ballots.shape[0]
-    estimate = own.float() if own.dtype != torch.float32 else own.clone()
     if code.nbytes == 0 or world == 1:
-        return estimate
+        return own.float() if own.dtype != torch.float32 else own.clone()
+    total = own.float()  # itself if it is fp32
     rows = torch.cat([ballots[:rank], ballots[rank + 1 :]])  # (W-1, nbytes)
     scale, places, signs = _parts(rows, code)
     index = decode_masks(places, code.places, faults)
     scale = scale.reshape(-1).clone().view(torch.float32).view(-1, 1)  # (W-1, 1), aligned by the clone
     votes = torch.where(unpack_bits(signs, code.votes), -scale, scale)  # (W-1, V)
     for named, vote in zip(index, votes, strict=True):
-        estimate.index_add_(0, named, vote)
-    return estimate.div_(world)
+        total.index_add_(0, named, vote)
+    if total is not own:
+        own.copy_(total)
+    return total / world
 
 
 def _parts(

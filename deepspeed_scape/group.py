@@ -20,6 +20,7 @@ from deepspeed_scape.host_residual import residual_for
 from deepspeed_scape.kernels import ops_for
 from deepspeed_scape.layout import GroupLayout
 from deepspeed_scape.mask import LastThreshold, Moments, select
+from deepspeed_scape.newest import NewestGradient
 from deepspeed_scape.pages import zeros
 from deepspeed_scape.residual import Residual, scatter_params
 
@@ -55,6 +56,7 @@ class ScapeGroup:
         votes = options.ballots and layout.world_size > 1
         self.ballot: BallotCode | None = ballot_code(layout.partition_size, layout.kept) if votes else None
         self.estimate: Tensor | None = None  # (S,) fp32: of the mean residual, from ballots, until the mask is made
+        self._newest: NewestGradient | None = None  # of this step, with ballots
         device = flat.device
         self.residual: Residual = residual_for(layout, options, rank, device)
         self.last = zeros(layout.partition_size, torch.int32, device)
@@ -79,6 +81,22 @@ class ScapeGroup:
         """Add this rank's scaled gradients, one per slot of the layout, to the residual."""
         pairs = [(g, slot.start) for slot, g in zip(self.layout.slots, grads, strict=True) if g is not None]
         self.residual.accumulate([grad for grad, _ in pairs], [start for _, start in pairs], scale)
+
+    def before_accumulate(self) -> None:
+        """With ballots, in a step that uses a mask: remember what the own gradient will be told by."""
+        own = None if self.position is None else self._own_mask()
+        self._newest = NewestGradient(self.residual.partition(self.rank), own)
+
+    def before_pack(self) -> None:
+        """The other half of :meth:`before_accumulate`, once the mask is there."""
+        assert self._newest is not None
+        self._newest.take(self.residual.partition(self.rank), self._own_mask())
+
+    def newest_squares(self, mean: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """What this owner says of ||mean g||^2 and W ||g||^2 (see ``newest.py``), before the update of ``step``."""
+        newest, self._newest = self._newest, None
+        assert newest is not None
+        return newest.squares(mean, step - self.last.index_select(0, self._own_mask()), self.layout.world_size)
 
     # What a message carries is the mask in use, K of each partition, or in a dense step some ``columns``, the same
     # stretch of every partition: a dense step goes in pieces, so that no buffer is of size P.
@@ -153,7 +171,7 @@ class ScapeGroup:
         step: int,
         out: Tensor,  # (W, nbytes) uint8, written but for this rank's own row
     ) -> None:
-        """Name the largest gradients that stay unsent after this step's pack, to every other owner."""
+        """Move some of the largest gradients that stay unsent after this step's pack to their owners."""
         assert self.ballot is not None
         for first, stop in ((0, self.rank), (self.rank + 1, self.layout.world_size)):
             rows = self.residual.partitions(first, stop)

@@ -4,11 +4,15 @@ The norm of the mean gradient is not known on any rank. sqrt(mean_i ||g_i||^2) b
 too large where noise dominates; the share of the signal in the last synchronised buffer corrects it:
 
     estimate = rms * sqrt(rho),   rho = ||mean_i x_i||^2 / mean_i ||x_i||^2  in [1/W, 1],   1 before the first step
+
+With ballots the buffer no longer tells which rank has gathered what, and rho comes from the owners' own newest
+gradients (``newest.py``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,6 +116,14 @@ class GradientNorms:
         if further and self._noted is not None:
             sums = (self._noted[0] + sums[0], self._noted[1] + sums[1])
         self._noted = sums
+
+    def note_newest(
+        self,
+        squares: Sequence[tuple[Tensor, Tensor]],  # of each parameter group: what ``NewestGradient.squares`` returns
+    ) -> None:
+        """The same two sums where ballots have moved part of what was packed."""
+        means, sums = zip(*squares, strict=True)
+        self._noted = (torch.stack(means).sum(), torch.stack(sums).sum())
 
     def state(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

@@ -210,12 +210,21 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
     def _apply_step(self, gradient_scale: float) -> None:
         step = self.applied_steps + 1
         dense = self._is_dense(step)
+        votes = self.wire.votes and not dense
+        if votes:
+            self.finish_mask()
+            self.stopwatch.lap("mask_wait")
+            for group in self.scape_groups:
+                group.before_accumulate()
         for group, grads in zip(self.scape_groups, self._local_gradients(), strict=True):
             group.accumulate(grads, gradient_scale)
         self.zero_grad()
         self.stopwatch.lap("accumulate")
         if not dense:
             self._take_mask(step)
+        if votes:
+            for group in self.scape_groups:
+                group.before_pack()
         self.diagnostics.before_update(step, dense)
         pieces: Sequence[Piece | None] = self.wire.dense_pieces() if dense else [None]
         for i, piece in enumerate(pieces[:-1]):
@@ -263,12 +272,16 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
             ballots = self.wire.cast_ballots(step)
             self.stopwatch.lap("ballots")
             mean, received = self.exchange.reduce_with_ballots(packed, ballots)
+            means = self.wire.split_mean(mean, piece)
             self.wire.count_ballots(received)
+            pairs = zip(self.scape_groups, means, strict=True)
+            self.norms.note_newest([group.newest_squares(part, step) for group, part in pairs])
         else:
             mean = self.exchange.reduce_mean(packed)
-        self.norms.note_synchronised(packed, mean, further)
+            means = self.wire.split_mean(mean, piece)
+            self.norms.note_synchronised(packed, mean, further)
         self.stopwatch.lap("reduce")
-        return self.wire.split_mean(mean, piece)
+        return means
 
     def _update(self, means: list[Tensor], piece: Piece | None, step: int) -> Callable[[], Tensor]:
         """Update what this rank owns and start the gather of the new parameters; the result waits for it."""

@@ -82,7 +82,7 @@ class Simulation:
             [torch.zeros_like(w, dtype=residual_dtype) for w in self.master] for _ in range(world_size)
         ]  # [rank][group] (P,)
         self.masks: list[Tensor | None] = [None] * len(groups)  # (W, K) for the next step; None: no late mask
-        self.voted: dict[tuple[int, int], Tensor] = {}  # [group, owner] (S,) mean residual by this step's ballots
+        self.voted = False  # whether residuals hold this step's votes, so that an owner's is the sum over the ranks
         self.log_decay = [[0.0] for _ in groups]  # [group][t] sum over tau <= t of log(1 - lr_tau wd), fp64
 
     # ---- layout -------------------------------------------------------------------------------------------------
@@ -130,20 +130,30 @@ class Simulation:
 
         masks, means = [], []
         mean_square, square_mean = 0.0, 0.0  # sums over owners and groups: mean_i ||x_i||^2, ||mean x||^2
+        voting = self.ballots and self.W > 1 and self.sparsity > 0 and self.t > self.warmup_steps
         for g, lr in enumerate(lrs):
             self.log_decay[g].append(self.log_decay[g][-1] + math.log1p(-lr * self.groups[g].weight_decay))
+            grown = []  # by owner, (S,): what this step added to its residual in its own partition
             for rank in range(self.W):
                 residual = self.residual[rank][g]
+                before = self.partition(residual, rank).float().clone()
                 residual.copy_(residual.float() + clip * flat[rank][g])
+                grown.append(self.partition(residual, rank).float() - before)
             mask = self.mask_in_use(g)
             mean = []
             for owner in range(self.W):
+                D = (self.t - self.partition(self.last[g], owner))[mask[owner]]
                 x = self.pack(g, owner, mask[owner])  # (W, K)
                 mean.append(torch.sum(x, dim=0) / self.W)
-                mean_square += float(x.double().square().sum()) / self.W
-                square_mean += float(mean[-1].double().square().sum())
+                if voting:
+                    mean_of_one, of_one = self.newest(grown[owner][mask[owner]], mean[-1], D)
+                    square_mean += mean_of_one
+                    mean_square += of_one
+                else:
+                    mean_square += float(x.double().square().sum()) / self.W
+                    square_mean += float(mean[-1].double().square().sum())
                 self.update(g, owner, mask[owner], mean[-1], lr)
-            if self.ballots and self.sparsity > 0 and self.t > self.warmup_steps:
+            if voting:
                 self.vote(g)
             self.masks[g] = self.make_mask(g) if self.sparsity > 0 and self.t >= self.warmup_steps else None
             masks.append(mask)
@@ -194,30 +204,40 @@ class Simulation:
 
     # ---- ballots (DESIGN section 6) ---------------------------------------------------------------------------------
 
+    def newest(self, own: Tensor, R: Tensor, D: Tensor) -> tuple[float, float]:
+        """||mean g||^2 and ||g||^2 of one step's gradients, from the owner's own and what all gathered in D steps."""
+        g, s = own.double(), R.double() / D
+        signal = float((g * s).sum() - (g * g / D).sum() / self.W)
+        square = float((g * g).sum())
+        return signal + (square - signal) / self.W, square
+
     def vote(self, g: int) -> None:
-        """Every rank names its largest unsent gradients to every owner, who estimates the mean residual from them."""
+        """Every rank moves sign * mean magnitude of its largest unsent gradients into their owner's residual."""
         kept = self.select(torch.zeros(self.partition_size(g))).numel()  # K
         for owner in range(self.W):
-            total = self.partition(self.residual[owner][g], owner).float().clone()
+            owners = self.partition(self.residual[owner][g], owner)
+            total = owners.float().clone()
             for rank in range(self.W):
                 if rank != owner:
-                    r = self.partition(self.residual[rank][g], owner).float()
-                    named = top_k(r.abs(), kept - kept // 64)
-                    a = r[named].abs().mean()
-                    total[named] += torch.where(r[named] < 0, -a, a)
-            self.voted[g, owner] = total / self.W
+                    r = self.partition(self.residual[rank][g], owner)
+                    named = top_k(r.float().abs(), kept - kept // 64)
+                    a = r[named].float().abs().mean()
+                    moved = torch.where(r[named] < 0, -a, a)
+                    r[named] = (r[named].float() - moved).to(r.dtype)
+                    total[named] += moved
+            owners.copy_(total)
+        self.voted = True
 
     # ---- the next mask ------------------------------------------------------------------------------------------
 
     def make_mask(self, g: int) -> Tensor:  # (W, K) int64
         """Every owner's selection from its own residual."""
         mask = torch.stack([self.select(self.score(g, owner)) for owner in range(self.W)])
-        self.voted.clear()  # a ballot counts once
         return mask
 
     def score(self, g: int, owner: int) -> Tensor:  # (S,) fp32
         """|the pending first moment| of the owner's partition, from the owner's own residual."""
-        r = self.voted.get((g, owner), self.partition(self.residual[owner][g], owner).float())
+        r = self.partition(self.residual[owner][g], owner).float() / (self.W if self.voted else 1)
         m = self.partition(self.m[g], owner)
         D = (self.t - self.partition(self.last[g], owner)).clamp(min=1)
         _, c = first_moment_factors(self.groups[g].betas[0], D)

@@ -111,11 +111,17 @@ class ScapeRanks:
             return
         step = self.step_count + 1
         dense = self._is_dense(step)
+        votes = self.ranks[0].wire.votes and not dense
         for rank, own in zip(self.ranks, gradients, strict=True):
             rank.optimizer.param_groups[0]["lr"] = lr
+            if votes:
+                rank.group.before_accumulate()
             rank.group.accumulate(list(own), norms.coefficient)
         if not dense and (self.ranks[0].group.position is None or not self.rules.late_mask):
             self._exchange_masks(step)
+        if votes:
+            for rank in self.ranks:
+                rank.group.before_pack()
         pieces: Sequence[Piece | None] = self.ranks[0].wire.dense_pieces() if dense else [None]
         for i, piece in enumerate(pieces):
             self._update_and_gather(self._pack_and_reduce(piece, step, further=i > 0), piece, step)
@@ -146,13 +152,17 @@ class ScapeRanks:
             packed, (part,) = rank.wire.send_buffer(piece)
             rank.group.pack(part, None if piece is None else piece[0])
             messages.append(packed)
-        if self.ranks[0].wire.votes and piece is None:
+        votes = self.ranks[0].wire.votes and piece is None
+        if votes:
             ballots = self.exchange.all_to_all([rank.wire.cast_ballots(step) for rank in self.ranks], "ballots")
             for rank, received in zip(self.ranks, ballots, strict=True):
                 rank.wire.count_ballots(received)
         means = self.exchange.reduce_mean(messages)
         for rank, packed, mean in zip(self.ranks, messages, means, strict=True):
-            rank.norms.note_synchronised(packed, mean, further)
+            if votes:
+                rank.norms.note_newest([rank.group.newest_squares(mean, step)])
+            else:
+                rank.norms.note_synchronised(packed, mean, further)
         return means
 
     def _update_and_gather(self, means: list[Tensor], piece: Piece | None, step: int) -> None:
