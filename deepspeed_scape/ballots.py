@@ -111,7 +111,7 @@ def count_ballots(
         total.index_add_(0, named, vote)
     if total is not own:
         own.copy_(total)
-    return total / world
+    return own.float() / world
 
 
 def _parts(
