@@ -38,6 +38,7 @@ def divide_at_parameters(engine: Any, optimizer: ScapeZeroOptimizer) -> None:
         return 1.0 / engine.gradient_accumulation_steps() if direct else 1.0
 
     optimizer.backward_share = share
+    optimizer.backward_of_engine = lambda: engine._running_engine_backward
 
 
 def _divide_in_no_sync(engine: Any) -> None:

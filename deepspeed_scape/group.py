@@ -6,6 +6,7 @@ owner        master, exp_avg, exp_avg_sq (S,) fp32   last (S,) int32
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ class ScapeGroup:
 
     def select(self, step: int) -> Tensor:
         """(K,) int64: the elements of this owner's partition that should be sent next."""
-        return select(self._known(), step, self._beta1, self.layout.kept, self.options, self.threshold)
+        return select(self._scored(), step, self._beta1, self.layout.kept, self.options, self.threshold)
 
     def encode_next_mask(
         self,
@@ -161,7 +162,7 @@ class ScapeGroup:
     ) -> None:
         """Select, and write the mask as it travels; block selection does both in one pass."""
         if self.code.kind == "offset":
-            ops_for(out).block_top_k(self._known(), step, self._beta1, self.code, out)
+            ops_for(out).block_top_k(self._scored(), step, self._beta1, self.code, out)
         else:
             encode_mask(self.select(step), self.code, out)
         self.estimate = None
@@ -187,8 +188,16 @@ class ScapeGroup:
         self.estimate = count_ballots(self.residual.partition(self.rank), received, self.rank, self.ballot, faults)
 
     def _known(self) -> Moments:
-        gradient = self.residual.partition(self.rank) if self.estimate is None else self.estimate
-        return Moments(gradient=gradient, exp_avg=self.moments["exp_avg"], last=self.last)
+        return Moments(gradient=self.residual.partition(self.rank), exp_avg=self.moments["exp_avg"], last=self.last)
+
+    def _scored(self) -> Moments:
+        """What the score takes for the mean residual: the own one, with ballots a W-th of what has come together."""
+        known = self._known()
+        if self.ballot is None:
+            return known
+        if self.estimate is None:  # none were counted in this step, such as after a load that drops the masks
+            self.estimate = known.gradient.float() / self.layout.world_size
+        return replace(known, gradient=self.estimate)
 
     @property
     def _beta1(self) -> float:

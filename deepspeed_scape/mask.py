@@ -32,7 +32,7 @@ DRIFT = 0.96  # the K-th score moves by about 1% a step (5% in the first ten); 4
 class Moments:
     """What an owner knows of its partition, all of one shape: (S,), or the part that is asked for."""
 
-    gradient: Tensor  # r_own (S,) fp32 or bf16: the owner's own unsent gradients
+    gradient: Tensor  # r (S,) fp32 or bf16: the owner's own unsent gradients, with ballots all ranks' over W
     exp_avg: Tensor  # m (S,) fp32
     last: Tensor  # (S,) int32: the step of the last visit, 0 for none
 

@@ -5,7 +5,7 @@ gathered itself (``norms.py``). What an owner's residual grows by in a step is s
 its K masked elements the mean of what all ranks gathered in D steps, R/D, holds the same signal s and hardly any of the
 noise of g, so with W ranks
 
-    ||s||^2 = sum g R/D - sum g^2 / (W D)          (the second part: g itself is in R)
+    ||s||^2 = sum (g R - g^2 / W) / (D - 1/W)      (g itself is one of the W D gradients in R)
     ||mean g||^2 = ||s||^2 (1 - 1/W) + ||g||^2 / W
 """
 
@@ -45,6 +45,6 @@ class NewestGradient:
         assert self._values is not None
         newest, steps = self._values.double(), delay.double()
         square = newest.square()
-        signal = (newest * mean.double() - square / world_size) / steps
+        signal = (newest * mean.double() - square / world_size) / (steps - 1 / world_size)
         total = square.sum()
         return signal.sum() * (1 - 1 / world_size) + total / world_size, total * world_size

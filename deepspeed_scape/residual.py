@@ -1,5 +1,7 @@
 """The residual (error feedback): each rank's own gradients, summed since each element was last synchronised.
 
+With ballots part of it has moved to the owner (see ``ballots.py``); the sum over the ranks is the same.
+
 Letters: P flat elements of one parameter group, W ranks, S = P/W elements of a partition, K kept of each.
 :class:`Residual` says what the rest of the package asks of it. It lies on the device here, in ``host_residual.py`` for
 the most part in host memory.

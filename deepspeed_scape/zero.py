@@ -72,6 +72,7 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         self.step_stats: dict[str, float] = {}
         self._diagnosed = False  # whether this step brought new diagnostics
         self.backward_share: Callable[[], float] = lambda: 1.0  # of a gradient; set by the engine that builds us
+        self.backward_of_engine: Callable[[], bool] = lambda: False  # under way, and so is its epilogue; set likewise
         self._gradients_taken = False  # some hook has fired since the last step
         self._gradients_wait = False  # between a backward and the step; the same on all ranks
         self._loading_state = False
@@ -112,13 +113,15 @@ class ScapeZeroOptimizer(DeepSpeedZeroOptimizer):
         """No buckets: nothing is reduced during backward."""
 
     def process_gradients(self, param: Any, i: int) -> None:
-        """Gradient hook. What needs no other dtype waits in ``param.grad`` for the end of its backward.
+        """Gradient hook: keep this rank's gradient, now or at the end of its backward.
 
-        Between two layers of a model nothing of ours is in a CPU's caches: all at once take a tenth of the time.
+        Between two layers of a model nothing of ours is in a CPU's caches; all at once take a tenth of the time. There
+        what needs neither another dtype nor a sum waits in ``param.grad`` where an epilogue is certain to come. After a
+        second direct backward of one forward none does.
         """
         self._gradients_taken = True
-        ends = getattr(self, "_backward_active_depth", 1) > 0  # not of a loss that computes gradients in its forward
-        if not ends or param.dtype != self.gradient_accumulation_dtype:
+        waits = self.backward_of_engine() and param.is_cpu and param.dtype == self.gradient_accumulation_dtype
+        if not waits or getattr(param, "grad_accum", None) is not None:
             self._keep(param)
 
     def _keep(self, param: Any) -> None:

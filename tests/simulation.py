@@ -82,7 +82,7 @@ class Simulation:
             [torch.zeros_like(w, dtype=residual_dtype) for w in self.master] for _ in range(world_size)
         ]  # [rank][group] (P,)
         self.masks: list[Tensor | None] = [None] * len(groups)  # (W, K) for the next step; None: no late mask
-        self.voted = False  # whether residuals hold this step's votes, so that an owner's is the sum over the ranks
+        self.votes = ballots and world_size > 1  # then an owner's residual is nearly the sum over the ranks
         self.log_decay = [[0.0] for _ in groups]  # [group][t] sum over tau <= t of log(1 - lr_tau wd), fp64
 
     # ---- layout -------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Simulation:
 
         masks, means = [], []
         mean_square, square_mean = 0.0, 0.0  # sums over owners and groups: mean_i ||x_i||^2, ||mean x||^2
-        voting = self.ballots and self.W > 1 and self.sparsity > 0 and self.t > self.warmup_steps
+        voting = self.votes and self.sparsity > 0 and self.t > self.warmup_steps
         for g, lr in enumerate(lrs):
             self.log_decay[g].append(self.log_decay[g][-1] + math.log1p(-lr * self.groups[g].weight_decay))
             grown = []  # by owner, (S,): what this step added to its residual in its own partition
@@ -206,9 +206,9 @@ class Simulation:
 
     def newest(self, own: Tensor, R: Tensor, D: Tensor) -> tuple[float, float]:
         """||mean g||^2 and ||g||^2 of one step's gradients, from the owner's own and what all gathered in D steps."""
-        g, s = own.double(), R.double() / D
-        signal = float((g * s).sum() - (g * g / D).sum() / self.W)
-        square = float((g * g).sum())
+        g = own.double()
+        others = R.double() * self.W - g  # the sum of W D - 1 gradients
+        signal, square = float((g * others / (self.W * D.double() - 1)).sum()), float((g * g).sum())
         return signal + (square - signal) / self.W, square
 
     def vote(self, g: int) -> None:
@@ -226,7 +226,6 @@ class Simulation:
                     r[named] = (r[named].float() - moved).to(r.dtype)
                     total[named] += moved
             owners.copy_(total)
-        self.voted = True
 
     # ---- the next mask ------------------------------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class Simulation:
 
     def score(self, g: int, owner: int) -> Tensor:  # (S,) fp32
         """|the pending first moment| of the owner's partition, from the owner's own residual."""
-        r = self.partition(self.residual[owner][g], owner).float() / (self.W if self.voted else 1)
+        r = self.partition(self.residual[owner][g], owner).float() / (self.W if self.votes else 1)
         m = self.partition(self.m[g], owner)
         D = (self.t - self.partition(self.last[g], owner)).clamp(min=1)
         _, c = first_moment_factors(self.groups[g].betas[0], D)

@@ -68,6 +68,8 @@ class ScapeRanks:
     def __init__(
         self, params: Sequence[nn.Parameter], options: ScapeOptions, world_size: int, clip: float, rules: Rules
     ) -> None:
+        if options.ballots and not rules.late_mask:
+            raise ValueError("ballots = true is not made for the rule of a fresh mask: votes are cast after the pack")
         self.options, self.clip, self.rules, self.world_size = options, clip, rules, world_size
         self.exchange = InProcessExchange(world_size)
         self.flat = flatten(params, world_size)

@@ -128,6 +128,23 @@ def unscaled(rank: int) -> dict[str, str]:
     return out
 
 
+def twice(rank: int) -> dict[str, float]:
+    """A second, direct backward of one forward, after one of either way: what is missing of twice the gradient."""
+    from tests.dist import tiny
+
+    out = {}
+    for first in ("engine", "loss") if DIRECT else ():
+        engine = start(DeepNet())
+        loss = engine(tiny.batch(0, rank))
+        engine.backward(loss, retain_graph=True) if first == "engine" else loss.backward(retain_graph=True)
+        params = [param for group in engine.optimizer.bit16_groups for param in group]
+        once = [param.grad_accum.clone() for param in params]
+        loss.backward()
+        out[first] = max(float((p.grad_accum - 2 * g).abs().max()) for p, g in zip(params, once, strict=True))
+        engine.destroy()
+    return out
+
+
 def recomputed(rank: int) -> dict[str, Any]:
     """Every way to recompute, under engine.backward and loss.backward, against activations that are kept."""
     alone = torch.zeros(2, requires_grad=True)
@@ -248,7 +265,7 @@ def main() -> None:
         return
     deepspeed.checkpointing.configure(None)
     dist.barrier()
-    report = {check.__name__: check(rank) for check in (ways, unscaled, recomputed, accumulated, compiled)}
+    report = {check.__name__: check(rank) for check in (ways, unscaled, twice, recomputed, accumulated, compiled)}
     worker.report(report)
 
 

@@ -44,6 +44,14 @@ def test_the_ways_of_calling_backward_are_one(ranks: list[dict[str, Any]], case:
                 assert run == runs["engine"]
 
 
+@needs_direct
+def test_a_second_backward_of_one_forward_is_not_lost(ranks: list[dict[str, Any]]) -> None:
+    """DeepSpeed ends only the first of them with an epilogue."""
+    for result in ranks:
+        assert set(result["twice"]) == {"engine", "loss"}
+        assert all(missing < 1e-5 for missing in result["twice"].values())
+
+
 @pytest.mark.skipif(DIRECT, reason="this DeepSpeed knows loss.backward()")
 def test_a_deepspeed_that_knows_no_other_backward_refuses_it_at_the_step(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:

@@ -77,30 +77,30 @@ def test_unseen_gradients_are_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "dtype", "waits"),
+    ("of_engine", "dtype", "before", "waits"),
     [
-        (1, torch.float32, True),
-        (None, torch.float32, True),  # a DeepSpeed that counts no depth, and knows no backward but its own
-        (0, torch.float32, False),  # of a loss that computes gradients in its forward: what comes later may be divided
-        (1, torch.bfloat16, False),  # another dtype, which may hold more: parts must not be summed before
+        (True, torch.float32, None, True),
+        (False, torch.float32, None, False),  # a second direct backward of one forward has no epilogue
+        (True, torch.bfloat16, None, False),  # another dtype, which may hold more: parts must not be summed before
+        (True, torch.float32, 1.0, False),  # of a further micro-step: two whole sets of gradients would be held
     ],
 )
-def test_a_gradient_waits_in_place_for_the_end_of_its_own_backward(
-    depth: int | None, dtype: torch.dtype, waits: bool
+def test_a_gradient_waits_in_place_only_for_an_epilogue_that_is_certain(
+    of_engine: bool, dtype: torch.dtype, before: float | None, waits: bool
 ) -> None:
-    share = 1.0
     optimizer: Any = SimpleNamespace(
-        gradient_accumulation_dtype=torch.float32, backward_share=lambda: share, _gradients_taken=False
+        gradient_accumulation_dtype=torch.float32,
+        backward_share=lambda: 0.5,
+        backward_of_engine=lambda: of_engine,
+        _gradients_taken=False,
     )
-    if depth is not None:
-        optimizer._backward_active_depth = depth
     param: Any = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    param.grad_accum = None if before is None else torch.full((2,), before)
     optimizer.bit16_groups = [[param]]
     optimizer._keep = lambda param: ScapeZeroOptimizer._keep(optimizer, param)
     param.grad = grad = torch.ones(2, dtype=dtype)
     ScapeZeroOptimizer.process_gradients(optimizer, param, 0)
     assert optimizer._gradients_taken and (param.grad is grad) is waits
-    share = 0.5  # of the rest of the backward
     ScapeZeroOptimizer.backward_epilogue(optimizer)
     assert param.grad is None and param.grad_accum.dtype == torch.float32
-    assert param.grad_accum.tolist() == ([0.5, 0.5] if waits else [1.0, 1.0])
+    assert param.grad_accum.tolist() == [0.5 + (before or 0.0)] * 2

@@ -10,11 +10,11 @@ from deepspeed_scape.norms import GradientNorms
 from deepspeed_scape.residual import sum_squares
 
 
-def told(signal: float, world: int, dtype: torch.dtype, made: bool) -> tuple[float, float]:
+def told(signal: float, world: int, dtype: torch.dtype, made: bool, longest: int = 199) -> tuple[float, float]:
     """Estimated and true ||mean g|| / rms in a step of W ranks whose gradients are signal + noise of variance 1."""
     size, kept = 40_000, 4_000
     generator = torch.Generator().manual_seed(world)
-    delay = torch.randint(1, 200, (kept,), generator=generator)
+    delay = torch.randint(1, longest + 1, (kept,), generator=generator)
     own = torch.randperm(size, generator=generator)[:kept].sort().values
     mean = torch.randn(kept, generator=generator) * signal
 
@@ -50,11 +50,27 @@ def test_the_estimate_is_the_norm_of_the_mean(signal: float, world: int, dtype: 
         assert estimate == pytest.approx(true, rel=0.05 if dtype == torch.float32 else 0.15)
 
 
+@pytest.mark.parametrize("longest", [1, 2])
+@pytest.mark.parametrize("signal", [0.0, 0.5, 3.0])
+def test_nor_is_it_too_low_where_visits_are_frequent(signal: float, longest: int) -> None:
+    estimate, true = told(signal, 2, torch.float32, True, longest)
+    assert estimate == pytest.approx(true, rel=0.03)
+
+
+@pytest.mark.parametrize("delay", [1, 2, 50])
+def test_equal_gradients_have_a_share_of_one(delay: int) -> None:
+    gradient, own = torch.randn(90, generator=torch.Generator().manual_seed(0)).double().float(), torch.arange(90)
+    newest = NewestGradient(torch.zeros(90), own)
+    newest.take(gradient, own)
+    mean, squares = newest.squares(gradient * delay, torch.full((90,), delay), 3)
+    assert float(mean) == pytest.approx(float(squares) / 3, rel=1e-6)
+
+
 def test_one_owners_sums_are_as_the_formula_says() -> None:
     newest = NewestGradient(torch.tensor([1.0, 5.0, 2.0]), torch.tensor([0, 2]))
     newest.take(torch.tensor([3.0, 9.0, 1.0]), torch.tensor([0, 2]))  # g = 2 and -1
     mean_square, squares = newest.squares(torch.tensor([6.0, -8.0]), torch.tensor([3, 4]), 4)
-    signal = 2 * 6 / 3 - 4 / (4 * 3) + 1 * 8 / 4 - 1 / (4 * 4)
+    signal = (2 * 6 - 4 / 4) / (3 - 1 / 4) + (1 * 8 - 1 / 4) / (4 - 1 / 4)
     assert float(squares) == 4 * 5 and float(mean_square) == pytest.approx(signal * 3 / 4 + 5 / 4)
 
 
