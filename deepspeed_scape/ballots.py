@@ -89,8 +89,8 @@ def count_ballots(
     rank: int,
     code: BallotCode,
     faults: Tensor | None,  # (1,) int32: see ``decode_masks``
-) -> Tensor:  # (S,) fp32: Rhat
-    """Add what the others have moved here; the owner's estimate of the mean residual.
+) -> None:
+    """Add what the others have moved here.
 
     Ranks are counted one after another: their places are distinct within one ballot only, and a sum of atomics would
     not be the same twice.
@@ -100,7 +100,7 @@ def count_ballots(
     """
     world = ballots.shape[0]
     if code.nbytes == 0 or world == 1:
-        return own.float() if own.dtype != torch.float32 else own.clone()
+        return
     total = own.float()  # itself if it is fp32
     rows = torch.cat([ballots[:rank], ballots[rank + 1 :]])  # (W-1, nbytes)
     scale, places, signs = _parts(rows, code)
@@ -111,7 +111,6 @@ def count_ballots(
         total.index_add_(0, named, vote)
     if total is not own:
         own.copy_(total)
-    return own.float() / world
 
 
 def _parts(

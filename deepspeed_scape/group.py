@@ -56,7 +56,6 @@ class ScapeGroup:
         self.code = choose_code(layout, options)
         votes = options.ballots and layout.world_size > 1
         self.ballot: BallotCode | None = ballot_code(layout.partition_size, layout.kept) if votes else None
-        self.estimate: Tensor | None = None  # (S,) fp32: of the mean residual, from ballots, until the mask is made
         self._newest: NewestGradient | None = None  # of this step, with ballots
         device = flat.device
         self.residual: Residual = residual_for(layout, options, rank, device)
@@ -165,7 +164,6 @@ class ScapeGroup:
             ops_for(out).block_top_k(self._scored(), step, self._beta1, self.code, out)
         else:
             encode_mask(self.select(step), self.code, out)
-        self.estimate = None
 
     def cast_ballots(
         self,
@@ -183,9 +181,9 @@ class ScapeGroup:
         received: Tensor,  # (W, nbytes) uint8: every rank's ballot for this partition
         faults: Tensor | None = None,
     ) -> None:
-        """Take the other ranks' ballots into the score of the next mask."""
+        """Take in what the other ranks have moved here, for the score of the next mask."""
         assert self.ballot is not None
-        self.estimate = count_ballots(self.residual.partition(self.rank), received, self.rank, self.ballot, faults)
+        count_ballots(self.residual.partition(self.rank), received, self.rank, self.ballot, faults)
 
     def _known(self) -> Moments:
         return Moments(gradient=self.residual.partition(self.rank), exp_avg=self.moments["exp_avg"], last=self.last)
@@ -195,9 +193,7 @@ class ScapeGroup:
         known = self._known()
         if self.ballot is None:
             return known
-        if self.estimate is None:  # none were counted in this step, such as after a load that drops the masks
-            self.estimate = known.gradient.float() / self.layout.world_size
-        return replace(known, gradient=self.estimate)
+        return replace(known, gradient=known.gradient.float() / self.layout.world_size)
 
     @property
     def _beta1(self) -> float:

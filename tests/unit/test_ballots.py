@@ -33,6 +33,12 @@ def known(size: int) -> Moments:
     return Moments(gradient=torch.zeros(size), exp_avg=torch.randn(size, generator=generator), last=last)
 
 
+def mean_of(own: torch.Tensor, ballots: torch.Tensor, rank: int, code: BallotCode) -> torch.Tensor:
+    """What an owner scores with once it has counted."""
+    count_ballots(own, ballots, rank, code, None)
+    return own.float() / ballots.shape[0]
+
+
 def cast(gradient: torch.Tensor, code: BallotCode) -> torch.Tensor:
     return cast_rows(gradient.unsqueeze(0), code)[0]
 
@@ -217,7 +223,7 @@ def test_an_owner_counts_what_the_others_name(size: int, density: float, world: 
     ballots = torch.stack(
         [cast(residuals[i], code) if i != rank else torch.zeros(code.nbytes, dtype=torch.uint8) for i in range(world)]
     )  # nobody sends one to itself
-    got = count_ballots(residuals[rank], ballots, rank, code, None)
+    got = mean_of(residuals[rank], ballots, rank, code)
     want = before[rank].clone()
     for other in range(world):
         if other != rank:
@@ -234,7 +240,7 @@ def test_a_large_partition_names_the_largest(size: int, dtype: torch.dtype) -> N
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     code = ballot_code(size, kept_of(size, 0.01))
     ballots = torch.stack([torch.zeros(code.nbytes, dtype=torch.uint8), cast(gradient.clone(), code)])
-    got = count_ballots(torch.zeros(size), ballots, 0, code, None)
+    got = mean_of(torch.zeros(size), ballots, 0, code)
     named = top_k(gradient.float().abs(), code.votes)
     assert torch.equal(got.nonzero().squeeze(1), named)
     assert torch.equal(got[named].sign(), gradient.float()[named].sign())
@@ -253,7 +259,7 @@ def test_an_empty_partition_has_empty_ballots() -> None:
     assert code.nbytes == 0
     out = torch.zeros(3, 0, dtype=torch.uint8)
     cast_ballots(torch.zeros(3, 0), known(0), 1, code, 0, out)
-    assert count_ballots(torch.zeros(0), out, 1, code, None).numel() == 0
+    assert mean_of(torch.zeros(0), out, 1, code).numel() == 0
 
 
 def test_ballots_without_a_mask_are_refused() -> None:
