@@ -246,6 +246,14 @@ def test_a_large_partition_names_the_largest(size: int, dtype: torch.dtype) -> N
     assert torch.equal(got[named].sign(), gradient.float()[named].sign())
 
 
+def test_what_is_moved_to_a_bf16_residual_stays_there() -> None:
+    code = ballot_code(1000, 100)
+    ballots = torch.stack([torch.zeros(code.nbytes, dtype=torch.uint8), cast(torch.ones(1000), code)])
+    own = torch.zeros(1000, dtype=torch.bfloat16)
+    count_ballots(own, ballots, 0, code, None)
+    assert own.tolist() == [1.0] * code.votes + [0.0] * (1000 - code.votes)
+
+
 def test_a_damaged_ballot_is_refused() -> None:
     code = ballot_code(1000, 100)
     ballots = torch.stack([cast(torch.randn(1000), code) for _ in range(3)])

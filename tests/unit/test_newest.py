@@ -82,3 +82,9 @@ def test_nothing_is_told_by_no_elements() -> None:
     norms.note_newest([newest.squares(torch.zeros(0), none, 4)])
     norms.learn(norms.terms([sum_squares([torch.ones(9)])], torch.device("cpu")))
     assert norms.signal_share == 1.0 and norms.estimate == pytest.approx((9 / 4) ** 0.5)
+
+
+def test_the_sums_of_all_groups_are_noted() -> None:
+    norms = GradientNorms(2)
+    norms.note_newest([(torch.tensor(1.0).double(), torch.tensor(4.0).double()) for _ in range(3)])
+    assert norms.state()["noted"] == [3.0, 12.0]

@@ -220,3 +220,9 @@ def test_dense_ranks_take_the_mean_gradient(kind: str, extra: dict[str, Any]) ->
     shared.step([[torch.full(p.shape, torch.nan) for p in many]] * 3, 1e-2)
     assert all(p.grad is None for p in many)
     assert shared.skipped == 1 and all(bool(p.isfinite().all()) for p in many)
+
+
+def test_ballots_beside_a_fresh_mask_are_refused() -> None:
+    """The newest gradient would be looked at through one mask before and another after."""
+    with pytest.raises(ValueError, match="ballots = true is not made for the rule of a fresh mask"):
+        ranks_of(2, RULES["fresh mask"], sparsity=0.9, ballots=True)
